@@ -1,0 +1,172 @@
+"""What a model is and how it is to be run: frozen dataclasses, free of torch.
+
+Contract: a `ModelConfig` says everything that the forward pass and the memory plan need; it is made only by
+`outrider.checkpoint` (from a checked `config.json`). Sizes are in elements unless a name says bytes.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outrider.errors import ConfigError, RequestError
+
+Family = Literal["gpt_oss", "qwen3_moe"]
+PolicyName = Literal["decayed-lfu", "lru"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN context extension (Peng et al. 2023, arXiv 2309.00071), fields as in HF `rope_parameters`."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only MoE target. `windows[l]` is None for full attention, `is_moe[l]` False for a dense MLP."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate: int
+    dense_intermediate: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    dtype: str
+    windows: tuple[int | None, ...]
+    is_moe: tuple[bool, ...]
+    attention_bias: bool
+    tie_embeddings: bool
+    mxfp4_experts: bool
+    yarn: Yarn | None = None
+    normalize_top_k: bool = True
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have experts."""
+        return tuple(layer for layer, moe in enumerate(self.is_moe) if moe)
+
+
+@dataclass(frozen=True)
+class SlotBudget:
+    """How much of the experts may be resident: exactly one of a fraction, bytes in all, or slots per layer."""
+
+    fraction: float | None = None
+    nbytes: int | None = None
+    slots: int | None = None
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", re.IGNORECASE)
+_UNITS = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """`"6GiB"`, `"500MB"` to bytes.
+
+    Raises: ConfigError if `text` is not a number with a unit.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"'{text}' is not an amount of memory; write it as 6GiB, 500MB or the like")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes as people read them: `"1.27 GB"` (powers of 1000, as files and bandwidths are quoted)."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def parse_slots(text: str) -> SlotBudget:
+    """`"50%"` of the experts, `"6GiB"` of expert slots in all, or `"12"` slots a layer.
+
+    Raises: ConfigError if `text` is none of them.
+    """
+    text = text.strip()
+    if text.endswith("%"):
+        try:
+            percent = float(text[:-1])
+        except ValueError:
+            percent = -1.0
+        if not 0 < percent <= 100:
+            raise ConfigError(f"'{text}' is not a share of the experts; write a number from 0 to 100, such as 50%")
+        return SlotBudget(fraction=percent / 100)
+    if text.isdecimal():
+        return SlotBudget(slots=int(text))
+    return SlotBudget(nbytes=parse_bytes(text))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens of one request are chosen.
+
+    temperature 0 is greedy. Otherwise the warp is temperature, then top-k (0: off), then top-p, which keeps the token
+    that crosses p. One seed gives one output for one prompt, whatever else runs beside it.
+
+    Raises: RequestError for a value outside its range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature is {self.temperature}; it must be a finite number of at least 0")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise RequestError(f"top_k is {self.top_k}; it must be at least 0 (0 turns it off)")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How one engine is run.
+
+    max_context: longest prompt + output; None: what the model allows, at most 4096.
+    kv_tokens: tokens that the KV pages hold in all; None: four times `max_context`.
+    """
+
+    expert_slots: SlotBudget = field(default_factory=lambda: SlotBudget(fraction=1.0))
+    policy: PolicyName = "decayed-lfu"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_context: int | None = None
+    kv_tokens: int | None = None
+    max_batch: int = 16
+    prefill_chunk: int = 512
+    probe_copies: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "kv_tokens", "max_batch", "prefill_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,1 @@
+"""Numeric kernels: one file each, the PyTorch reference first."""

@@ -1,0 +1,1 @@
+"""Keys and values of running sequences in fixed-size pages."""

@@ -1,0 +1,48 @@
+"""The memory behind the pages: one key and one value tensor a layer."""
+
+import torch
+from torch import Tensor
+
+from outrider.config import ModelConfig
+from outrider.kernels.attention import KEY_SPLIT
+from outrider.kvcache.pages import PAGE_SIZE, PagePool, PageTable, pages_for
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one token over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class KVStorage:
+    """Keys and values [layers][pages * PAGE_SIZE, kv_heads, head_dim] on `device`.
+
+    Zeroed once: what a page holds beyond its sequence is masked by attention but has to be finite.
+    """
+
+    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self.pool = PagePool(num_pages)
+        self.page_nbytes = PAGE_SIZE * kv_bytes_per_token(config, dtype)
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @property
+    def occupancy_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return self.pool.num_used * self.page_nbytes
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [rows, kv_heads, head_dim] at int64 token slots [rows]."""
+        self._keys[layer].index_copy_(0, slots, keys)
+        self._values[layer].index_copy_(0, slots, values)
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of int64 `pages`, each [len(pages) * PAGE_SIZE, kv_heads, head_dim]."""
+        keys, values = self._keys[layer], self._values[layer]
+        by_page = (-1, PAGE_SIZE, *keys.shape[1:])
+        return keys.view(by_page)[pages].flatten(0, 1), values.view(by_page)[pages].flatten(0, 1)
+
+    def padded_pages(self, table: PageTable) -> list[int]:
+        """The table's pages, filled up with page 0 to a whole number of attention splits."""
+        splits = -(-table.length // KEY_SPLIT)
+        return table.pages + [0] * (splits * pages_for(KEY_SPLIT) - len(table.pages))
