@@ -59,7 +59,8 @@ class Stats:
         measured_h2d_bytes_per_second: probe at start on the engine's own copy path; None if not run.
         kv_occupancy_bytes: bytes of KV pages in use.
         decode_steps, prefill_steps: target forwards.
-        tokens_generated, decode_seconds: output tokens and the wall time of decode steps; None if none ran.
+        tokens_generated, decode_tokens: output tokens in all, and those of decode steps (prefill gives the first).
+        decode_seconds: wall time of decode steps; None if none ran.
     """
 
     expert_cache_hit_rate: float | None
@@ -88,6 +89,7 @@ class Stats:
     decode_steps: int
     prefill_steps: int
     tokens_generated: int
+    decode_tokens: int
     decode_seconds: float | None
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Engine:
         self.max_context = max_context
         self._measured_h2d = measured_h2d
         self._ids = count()
-        self._tokens = 0
+        self._tokens = self._decode_tokens = 0
         self._decode_seconds = 0.0
 
     def submit(self, prompt_ids: Ids[int], params: SamplingParams) -> Sequence:
@@ -113,13 +113,14 @@ class Engine:
             decode_steps=seen.steps,
             prefill_steps=seen.prefill_steps,
             tokens_generated=self._tokens,
+            decode_tokens=self._decode_tokens,
             decode_seconds=self._decode_seconds if seen.steps else None,
         )
 
     def reset_counters(self) -> None:
         """Zero all counters; residency, recency and running requests stay as they are."""
         self.provider.reset_counters()
-        self._tokens = 0
+        self._tokens = self._decode_tokens = 0
         self._decode_seconds = 0.0
 
     def reset_cache(self) -> None:
@@ -131,6 +132,8 @@ class Engine:
         self.provider.close()
 
     def _count(self, result: StepResult, seconds: float) -> None:
-        self._tokens += sum(token is not None for token in result.tokens)
+        tokens = sum(token is not None for token in result.tokens)
+        self._tokens += tokens
         if result.plan.phase is Phase.DECODE:
+            self._decode_tokens += tokens
             self._decode_seconds += seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoint import locate
@@ -11,6 +11,7 @@ from outrider.core import Progress, no_progress
 from outrider.engine.build import build_engine
 from outrider.engine.tokenizer import Messages, TextStream, Tokenizer
 from outrider.errors import RequestError
+from outrider.scheduler.sequence import Sequence
 from outrider.stats import Stats
 
 Prompt = str | Ids[int]
@@ -25,9 +26,17 @@ class Completion:
     text: str | None
     finish_reason: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Chunk:
+    """One token of a stream and the text that it completes (empty for a prompt of ids, and within a character).
+
+    `finish_reason` is set on the last one.
+    """
+
+    token_id: int
+    text: str
+    finish_reason: str | None
 
 
 class LLM:
@@ -53,36 +62,26 @@ class LLM:
         self.engine = build_engine(model, settings, progress)
         self.tokenizer = Tokenizer(locate(model))
 
-    def generate(self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Complete `prompts` (texts, or lists of ids) in one batch; results in their order.
+    def generate(self, prompts: str | Ids[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Complete one text, or a list of texts or id lists in one batch; results in their order.
 
         Raises: RequestError for a prompt that cannot be served; then none is run.
         """
-        params = params or SamplingParams()
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        return list(self._run(prompts, params))  # type: ignore[arg-type]
+        return list(self._run([prompts] if isinstance(prompts, str) else prompts, params or SamplingParams()))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[int, str]]:
-        """Yield (token id, text that it completes) as they come; the text is empty for a prompt of ids."""
-        is_text = isinstance(prompt, str)
-        sequence = self.engine.submit(self._ids(prompt), params or SamplingParams())
-        text = TextStream(self.tokenizer)
-        try:
-            while sequence.finish_reason is None:
-                seen = len(sequence.output)
-                self.engine.step()
-                for token in sequence.output[seen:]:
-                    stop = token in sequence.stop_ids
-                    yield token, text.push(token) if is_text and not stop else ""
-            if is_text and (rest := text.flush()):
-                yield sequence.output[-1], rest
-        finally:
-            self.engine.cancel(sequence)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Complete one prompt and yield each token as it comes; closing the iterator cancels the request.
 
-    def chat_ids(self, messages: Messages) -> list[int]:
-        """The prompt ids of a conversation, through the model's chat template."""
-        return self.tokenizer.chat(messages)
+        Raises: RequestError for a prompt that cannot be served.
+        """
+        return self._stream(self._ids(prompt), isinstance(prompt, str), params or SamplingParams())
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Answer the conversation `messages` (`{"role": ..., "content": ...}` each), streamed like `stream`.
+
+        Raises: RequestError if the model has no chat template, or the conversation does not fit.
+        """
+        return self._stream(self.tokenizer.chat(messages), True, params or SamplingParams())
 
     def stats(self) -> Stats:
         """What was measured since the last reset."""
@@ -113,11 +112,25 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return list(prompt)
 
-    def _run(self, prompts: list[Prompt], params: SamplingParams) -> Iterator[Completion]:
-        sequences = []
+    def _stream(self, ids: list[int], as_text: bool, params: SamplingParams) -> Iterator[Chunk]:
+        sequence = self.engine.submit(ids, params)
+        text = TextStream(self.tokenizer)
         try:
-            for prompt in prompts:
-                sequences.append(self.engine.submit(self._ids(prompt), params))  # noqa: PERF401 (cancel what is queued)
+            while sequence.finish_reason is None:
+                seen = len(sequence.output)
+                self.engine.step()
+                for token in sequence.output[seen:]:
+                    piece = text.push(token) if as_text and token not in sequence.stop_ids else ""
+                    if as_text and sequence.finish_reason is not None:
+                        piece += text.flush()
+                    yield Chunk(token, piece, sequence.finish_reason and sequence.finish_reason.value)
+        finally:
+            self.engine.cancel(sequence)
+
+    def _run(self, prompts: Ids[Prompt], params: SamplingParams) -> Iterator[Completion]:
+        sequences: list[Sequence] = []
+        try:
+            sequences.extend(self.engine.submit(self._ids(prompt), params) for prompt in prompts)
             while any(s.finish_reason is None for s in sequences):
                 self.engine.step()
         finally:

@@ -7,6 +7,8 @@ from outrider.errors import RequestError
 
 Messages = list[dict[str, str]]
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # without any, transformers makes an empty tokenizer
+
 
 class Tokenizer:
     """The tokenizer of the checkpoint in `folder`; loaded on first use, never executing the checkpoint's code.
@@ -39,6 +41,8 @@ class Tokenizer:
     @property
     def _tokenizer(self) -> Any:
         if self._loaded is None:
+            if not any((self._folder / file).exists() for file in _FILES):
+                raise RequestError(f"{self._folder} has no tokenizer; give --prompt-ids instead of text")
             # transformers takes a second to import and is needed for text only.
             from transformers import AutoTokenizer
 

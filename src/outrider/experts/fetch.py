@@ -198,12 +198,13 @@ class FetchQueue:
             self._changed.notify_all()
             return True
 
-    def cancel(self, fetch: Fetch) -> bool:
-        """Take a fetch back; on return no byte of it is being copied. False if it was done already."""
+    def cancel(self, fetches: Iterable[Fetch]) -> None:
+        """Take back those of `fetches` that are not done; on return no byte of them is being copied."""
         with self._changed:
-            fetch.cancelled = not fetch.done
-            self._changed.wait_for(lambda: self._copying is not fetch or self._dead)
-            return fetch.cancelled
+            taken = [fetch for fetch in fetches if not fetch.done]
+            for fetch in taken:
+                fetch.cancelled = True
+            self._changed.wait_for(lambda: self._copying not in taken or self._dead)
 
     def wait(self, fetch: Fetch) -> None:
         """Block until `fetch` is done and visible to compute; counts the time as exposed.

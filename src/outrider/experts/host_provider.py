@@ -152,14 +152,17 @@ class HostProvider:
 
     def cancel_prefetches(self) -> int:
         """Take back every fetch that nobody demanded and that is not done; returns how many."""
-        cancelled = 0
-        for slots in self._layers.values():
-            for slot in slots.slots:
-                fetch = slot.fetch
-                if fetch and not fetch.done and fetch.band is not Band.ON_DEMAND and self._queue.cancel(fetch):
-                    self._clear(slots, slot)
-                    cancelled += 1
-        return cancelled
+        ahead = [
+            (slots, slot, slot.fetch)
+            for slots in self._layers.values()
+            for slot in slots.slots
+            if slot.fetch and not slot.fetch.done and slot.fetch.band is not Band.ON_DEMAND
+        ]
+        self._queue.cancel(fetch for _, _, fetch in ahead)
+        for slots, slot, fetch in ahead:
+            if fetch.cancelled:
+                self._clear(slots, slot)
+        return sum(fetch.cancelled for _, _, fetch in ahead)
 
     def preload(self, keys: Iterable[ExpertKey]) -> Iterator[int]:
         """Load `keys` into free slots and yield the bytes of each as it arrives; not counted as prefetches."""
@@ -224,10 +227,9 @@ class HostProvider:
 
     def reset_cache(self) -> None:
         """Empty all slots and forget recency; the next step starts cold and gives the same tokens."""
+        self._queue.cancel(s.fetch for slots in self._layers.values() for s in slots.slots if s.fetch)
         for layer, slots in self._layers.items():
             for slot in slots.slots:
-                if slot.fetch:
-                    self._queue.cancel(slot.fetch)
                 self._clear(slots, slot)
             self._policies[layer].reset()
 
@@ -282,18 +284,16 @@ class HostProvider:
 
     def _fill(self, layer: int, lanes: deque[Slot], cold: deque[int], filling: deque[Slot]) -> None:
         """Start a demand fetch in every lane that is free now."""
-        fetches = []
-        while lanes and cold:
-            slot = lanes.popleft()
-            fetches.append(self._load(self._layers[layer], slot, cold.popleft(), Band.ON_DEMAND))
-            filling.append(slot)
-        self._queue.submit(fetches)
+        count = min(len(lanes), len(cold))
+        taken = [lanes.popleft() for _ in range(count)]
+        self._queue.cancel(slot.fetch for slot in taken if slot.fetch)
+        slots = self._layers[layer]
+        self._queue.submit([self._load(slots, slot, cold.popleft(), Band.ON_DEMAND) for slot in taken])
+        filling += taken
 
     def _load(self, slots: LayerSlots, slot: Slot, expert: int, band: Band) -> Fetch:
-        """Give `slot` to `expert`; the caller submits the fetch."""
+        """Give `slot`, into which nothing is being copied, to `expert`; the caller submits the fetch."""
         if slot.expert is not None:
-            if slot.fetch and not slot.fetch.done:
-                self._queue.cancel(slot.fetch)
             self._clear(slots, slot)
             self.counters.evictions += 1
         fence = self._queue.backend.fence()

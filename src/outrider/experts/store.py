@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +51,7 @@ class MappedStore:
         for offset, source in self._parts(key):
             first, last = max(start, offset), min(stop, offset + source.numel())
             if first < last:
-                record[first:last].copy_(source[first - offset : last - offset])
+                _copy(record[first:last], source[first - offset : last - offset])
                 moved += last - first
         return moved
 
@@ -62,6 +63,14 @@ class MappedStore:
                 for p in self.layout.parts
             ]
         return self._sources[key]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.is_cpu:
+        # torch would start a team of threads of its own for this, which fights with the team that computes.
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
 
 
 class PinnedStore:

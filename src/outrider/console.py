@@ -1,0 +1,149 @@
+"""What the commands show: progress bars on stderr, streamed text, statistics as a table, or one JSON object."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from outrider.config import SamplingParams, format_bytes
+from outrider.core import Progress as Report
+from outrider.errors import RequestError
+from outrider.stats import Stats
+
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def show(value: Any, render: Callable[[Any], RenderableType], as_json: bool) -> None:
+    """`value.to_dict()` as JSON, or what `render` makes of it."""
+    if as_json:
+        print_json(value.to_dict())
+    else:
+        console.print(render(value))
+
+
+def show_error(sentence: str, as_json: bool) -> None:
+    """The one sentence of an error: on stderr, or as `{"error": ...}` on stdout."""
+    if as_json:
+        print_json({"error": sentence})
+    else:
+        errors.print(f"[bold red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Report]:
+    """A `core.Progress` that draws a bar with bytes per second for each kind of work."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def stream(llm: "LLM", prompt: str | list[int], params: SamplingParams, quiet: bool = False) -> dict[str, Any]:
+    """Generate, showing text (ids, for a prompt of ids) as it comes unless `quiet`; returns what `--json` prints."""
+    is_text = isinstance(prompt, str)
+    chunks = []
+    for chunk in llm.stream(prompt, params):
+        chunks.append(chunk)
+        if not quiet:
+            sys.stdout.write(chunk.text if is_text else f"{chunk.token_id} ")
+            sys.stdout.flush()
+    if not quiet:
+        sys.stdout.write("\n")
+    stats = llm.stats()
+    return {
+        "token_ids": [chunk.token_id for chunk in chunks],
+        "text": "".join(chunk.text for chunk in chunks) if is_text else None,
+        "finish_reason": chunks[-1].finish_reason,
+        "tokens_per_second": decode_rate(stats),
+        "mean_acceptance_length": 1.0,
+        "stats": stats.to_dict(),
+    }
+
+
+def converse(llm: "LLM", params: SamplingParams) -> None:
+    """The chat loop on the terminal; ends at /exit, end of input or Ctrl-C at the prompt."""
+    history: list[dict[str, str]] = []
+    while True:
+        try:
+            line = console.input("[bold]> [/]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line == "/exit":
+            return
+        if line == "/reset":
+            history.clear()
+        elif line == "/stats":
+            console.print(stats_table(llm.stats()))
+        elif line:
+            _answer(llm, history, line, params)
+
+
+def _answer(llm: "LLM", history: list[dict[str, str]], line: str, params: SamplingParams) -> None:
+    """One turn; it enters `history` only when it was answered (an interrupted answer counts as far as it came)."""
+    question = {"role": "user", "content": line}
+    pieces: list[str] = []
+    try:
+        for chunk in llm.chat([*history, question], params):
+            pieces.append(chunk.text)
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    except RequestError as error:
+        show_error(f"{error} (/reset starts over)", as_json=False)
+        return
+    except KeyboardInterrupt:
+        pass
+    sys.stdout.write("\n")
+    history += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def decode_rate(stats: Stats) -> float | None:
+    """Tokens of decode steps per second of decode steps; None if none ran."""
+    if not stats.decode_seconds:
+        return None
+    return stats.decode_tokens / stats.decode_seconds
+
+
+def stats_table(stats: Stats) -> Table:
+    """What the expert cache did, for people."""
+    table = Table(title="expert cache", title_justify="left", show_header=False, box=None, padding=(0, 2))
+
+    def row(name: str, value: str) -> None:
+        table.add_row(name, value)
+
+    rate, hit_rate = decode_rate(stats), stats.expert_cache_hit_rate
+    row("decode speed", "-" if rate is None else f"{rate:.1f} tokens/s over {stats.decode_steps} steps")
+    row("experts offloaded", f"{stats.num_offloaded_experts}, with {stats.expert_slots_total} slots")
+    row("resident bytes", format_bytes(stats.expert_occupancy_bytes))
+    hits = f"{stats.expert_hits} of {stats.expert_accesses} accesses"
+    row("hit rate", "-" if hit_rate is None else f"{hit_rate:.1%} ({hits})")
+    row("cold bytes", f"{format_bytes(stats.cold_bytes)} decode, {format_bytes(stats.prefill_cold_bytes)} prefill")
+    row("evictions", f"{stats.evictions} ({stats.expert_overflow} misses overflowed their layer's slots)")
+    exposed = stats.exposed_fetch_seconds
+    row(
+        "exposed fetch", "-" if exposed is None else f"{exposed * 1e3:.1f} ms waited for expert bytes, prefill included"
+    )
+    speed = stats.measured_h2d_bytes_per_second
+    row("copy path", "not probed" if speed is None else f"{format_bytes(speed)}/s, measured at start")
+    return table

@@ -1,0 +1,84 @@
+"""Offloading never changes a token: any residency, any policy, any reset, any company in the batch."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.config import EngineOptions, parse_slots
+from outrider.engine.build import build_engine
+from test_parity import MAKERS, generate, make_texts
+from tiny import tiny_gpt_oss
+
+SLOTS = ["100%", "50%", "38%", "3"]  # of 8 experts, 2 a token: 25% is the floor of 2, "3" is one slot above it
+
+
+@pytest.fixture(scope="module", params=["gpt_oss-mxfp4", "qwen3_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    MAKERS[request.param](path)
+    return path
+
+
+def test_tokens_are_the_same_at_any_residency_and_policy(folder: Path) -> None:
+    outputs = {}
+    for slots in [*SLOTS, "25%"]:
+        for policy in ("lru", "decayed-lfu"):
+            engine = build_engine(str(folder), EngineOptions(parse_slots(slots), policy))  # type: ignore[arg-type]
+            outputs[slots, policy] = generate(engine, make_texts([5, 40, 23], engine.config.vocab_size), 48)
+            stats = engine.stats()
+            assert (stats.num_offloaded_experts == 0) == (slots == "100%")
+            assert (stats.evictions > 0) == (slots != "100%")
+            assert stats.expert_hits + stats.expert_misses == stats.expert_accesses > 0
+            engine.close()
+    assert all(output == outputs["100%", "lru"] for output in outputs.values())
+
+
+def test_resets_between_generations_change_no_token(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%")))
+    texts = make_texts([6], engine.config.vocab_size)
+    first = generate(engine, texts, 8)
+    for turn in range(100):
+        (engine.reset_cache if turn % 2 else engine.reset_counters)()
+        if turn % 2:
+            assert engine.stats().expert_occupancy_bytes == 0
+        else:
+            assert engine.stats().expert_cache_hit_rate is None
+        assert generate(engine, texts, 8) == first
+
+
+def test_a_sampled_request_does_not_depend_on_its_neighbours(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%")))
+    texts = make_texts([4, 30, 11], engine.config.vocab_size)
+    params = [
+        SamplingParams(max_tokens=24, temperature=t, top_p=0.9, top_k=20, seed=7, ignore_eos=True) for t in (0, 1, 1.5)
+    ]
+    sequences = [engine.submit(text, p) for text, p in zip(texts, params, strict=True)]
+    while engine.step():
+        pass
+    for text, p, together in zip(texts, params, sequences, strict=True):
+        alone = engine.submit(text, p)
+        while engine.step():
+            pass
+        assert alone.output == together.output
+    assert engine.stats().kv_occupancy_bytes == 0
+
+
+def test_more_requests_than_fit_wait_for_pages(folder: Path) -> None:
+    small = build_engine(str(folder), EngineOptions(max_context=64, kv_tokens=128, max_batch=3))
+    large = build_engine(str(folder), EngineOptions(max_context=64))
+    texts = make_texts([10, 20, 30, 25, 15, 5], small.config.vocab_size)
+    assert generate(small, texts, 20) == generate(large, texts, 20)
+    assert small.stats().kv_occupancy_bytes == 0
+
+
+def test_kv_occupancy_is_that_of_the_pages(tmp_path: Path) -> None:
+    tiny_gpt_oss(tmp_path, mxfp4=True)
+    with LLM(str(tmp_path), expert_slots="50%") as llm:
+        stream = llm.stream(list(range(20)), SamplingParams(max_tokens=4))
+        next(stream)
+        config = llm.engine.config
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        assert llm.stats().kv_occupancy_bytes == 2 * 16 * per_token  # 20 tokens take two pages of 16
+        stream.close()
+        assert llm.stats().kv_occupancy_bytes == 0
