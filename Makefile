@@ -1,0 +1,36 @@
+# Everything a newcomer needs: make demo, make test, make check, make bench.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One compute thread a process: pytest runs in parallel already.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/outrider demo
+
+test: $(VENV)/installed-dev
+	$(TEST)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed
+	$(BIN)/outrider bench residency demo
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/installed
