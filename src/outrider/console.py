@@ -4,16 +4,26 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from outrider.config import SamplingParams, format_bytes
 from outrider.core import Progress as Report
-from outrider.errors import RequestError
+from outrider.errors import ConfigError, RequestError
 from outrider.stats import Stats
 
 if TYPE_CHECKING:
@@ -45,12 +55,27 @@ def show_error(sentence: str, as_json: bool) -> None:
         errors.print(f"[bold red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`value` as indented JSON at `path`, whole or not at all.
+
+    Raises: ConfigError if the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(value, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
 @contextmanager
-def progress_bars() -> Iterator[Report]:
-    """A `core.Progress` that draws a bar with bytes per second for each kind of work."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bars:
-        tasks: dict[str, Any] = {}
+def progress_bars(unit: str = "bytes") -> Iterator[Report]:
+    """A `core.Progress` that draws a bar for each kind of work; bytes are shown with their rate."""
+    speed = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn("{task.description}"), BarColumn(), *speed, TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:

@@ -21,9 +21,9 @@ What it does not know: batches, rejected rows, prefill, prefetch and time. An ac
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -154,6 +154,10 @@ class CacheSimResult:
     warmup: int
     keep_cache: bool
     rows: list[CacheSimRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return asdict(self)
 
 
 def simulate(

@@ -53,7 +53,7 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     probed = _probe(provider, store, backend) if options.probe_copies and not resident else None
     scheduler = Scheduler(kv.pool, options.max_batch, options.prefill_chunk)
     runner = Runner(decoder, kv, provider, device)
-    return Engine(config, decoder, provider, kv, scheduler, runner, max_context, probed)
+    return Engine(checkpoint, decoder, provider, kv, scheduler, runner, max_context, probed)
 
 
 class _DenseLoader:

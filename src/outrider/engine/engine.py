@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence as Ids
 from itertools import count
 
-from outrider.config import ModelConfig, SamplingParams
+from outrider.checkpoint import Checkpoint
+from outrider.config import SamplingParams
 from outrider.core import Phase
 from outrider.engine.runner import Runner
 from outrider.errors import RequestError
@@ -22,7 +23,7 @@ class Engine:
 
     def __init__(
         self,
-        config: ModelConfig,
+        checkpoint: Checkpoint,
         decoder: Decoder,
         provider: HostProvider,
         kv: KVStorage,
@@ -31,7 +32,8 @@ class Engine:
         max_context: int,
         measured_h2d: float | None,
     ) -> None:
-        self.config = config
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
         self.decoder = decoder
         self.provider = provider
         self.kv = kv

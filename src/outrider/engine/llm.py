@@ -116,14 +116,17 @@ class LLM:
         sequence = self.engine.submit(ids, params)
         text = TextStream(self.tokenizer)
         try:
-            while sequence.finish_reason is None:
-                seen = len(sequence.output)
+            seen, finished = 0, False
+            while not finished:
                 self.engine.step()
-                for token in sequence.output[seen:]:
+                fresh, finished = sequence.output[seen:], sequence.finished
+                seen += len(fresh)
+                for left, token in zip(range(len(fresh) - 1, -1, -1), fresh, strict=True):
                     piece = text.push(token) if as_text and token not in sequence.stop_ids else ""
-                    if as_text and sequence.finish_reason is not None:
+                    last = finished and left == 0
+                    if as_text and last:
                         piece += text.flush()
-                    yield Chunk(token, piece, sequence.finish_reason and sequence.finish_reason.value)
+                    yield Chunk(token, piece, sequence.finish_reason.value if last and sequence.finish_reason else None)
         finally:
             self.engine.cancel(sequence)
 
@@ -131,7 +134,7 @@ class LLM:
         sequences: list[Sequence] = []
         try:
             sequences.extend(self.engine.submit(self._ids(prompt), params) for prompt in prompts)
-            while any(s.finish_reason is None for s in sequences):
+            while not all(s.finished for s in sequences):
                 self.engine.step()
         finally:
             for sequence in sequences:

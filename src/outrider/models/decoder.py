@@ -45,12 +45,24 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.embedding = weights("model.embed_tokens.weight")
-        self.layers = [DecoderLayer(config, weights, layer) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(weights("model.norm.weight"), config.rms_norm_eps)
-        self.head = self.embedding if config.tie_embeddings else weights("lm_head.weight")
+        self._nbytes = 0
+
+        def held(name: str) -> Tensor:
+            weight = weights(name)
+            self._nbytes += weight.nbytes
+            return weight
+
+        self.embedding = held("model.embed_tokens.weight")
+        self.layers = [DecoderLayer(config, held, layer) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(held("model.norm.weight"), config.rms_norm_eps)
+        self.head = self.embedding if config.tie_embeddings else held("lm_head.weight")
         frequencies, self._rope_factor = rope_frequencies(config.head_dim, config.rope_theta, config.yarn)
         self._frequencies = frequencies.to(self.embedding.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense weights that are held, a tied head counted once."""
+        return self._nbytes
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVStorage, provider: ExpertProvider) -> Tensor:

@@ -65,7 +65,7 @@ class Scheduler:
         for sequence, token in zip(result.plan.sequences, result.tokens, strict=True):
             if token is not None:
                 sequence.append(token)
-            if sequence.finish_reason is not None:
+            if sequence.finished:
                 self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:

@@ -31,6 +31,11 @@ class Sequence:
         """Whether the whole prompt is in KV memory."""
         return self.table.length >= len(self.prompt)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the last output token is the last one."""
+        return self.finish_reason is not None
+
     def append(self, token: int) -> None:
         """Take the next output token and see whether it ends the sequence."""
         self.output.append(token)

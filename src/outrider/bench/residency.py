@@ -1,0 +1,133 @@
+"""`outrider bench residency`: what decoding costs when fewer experts are resident, and whether a token changes.
+
+Each row decodes the same prompt `repeats` times with a warm cache (one run before the first is not counted), greedy,
+one sequence. Speed is output tokens of decode steps per second of decode steps: median and spread over the repeats.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from outrider.bench.environment import environment
+from outrider.config import SamplingParams, format_bytes
+from outrider.core import Progress, no_progress
+from outrider.engine.llm import LLM, Prompt
+
+
+@dataclass(frozen=True)
+class ResidencyRow:
+    """One setting. Bytes and seconds are per decoded token; rates in tokens per second; None: not observed."""
+
+    expert_slots: str
+    policy: str
+    tokens_per_second: float
+    slowest: float
+    fastest: float
+    expert_cache_hit_rate: float | None
+    cold_bytes_per_token: float
+    exposed_fetch_seconds_per_token: float | None
+    num_offloaded_experts: int
+    measured_h2d_bytes_per_second: float | None
+    identical: bool
+
+
+@dataclass(frozen=True)
+class ResidencyResult:
+    """All rows with where and how they were taken. `identical` compares token ids with those of the first row."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    repeats: int
+    rows: list[ResidencyRow]
+    environment: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return asdict(self)
+
+
+def bench_residency(
+    model: str,
+    prompt: Prompt,
+    slots: Sequence[str] = ("100%", "75%", "50%", "25%"),
+    policies: Sequence[str] = ("decayed-lfu", "lru"),
+    tokens: int = 128,
+    repeats: int = 5,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> ResidencyResult:
+    """Measure every residency of `slots` with every policy; further options go to `LLM`.
+
+    Raises: OutriderError if one of them cannot be run.
+    """
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    settings = [(share, policy) for share in slots for policy in policies]
+    rows: list[ResidencyRow] = []
+    expected: list[int] = []
+    prompt_tokens = 0
+    for done, (share, policy) in enumerate(settings, start=1):
+        with LLM(model, expert_slots=share, policy=policy, **options) as llm:  # type: ignore[arg-type]
+            row, output, prompt_tokens = _measure(llm, share, policy, prompt, params, repeats, expected)
+        rows.append(row)
+        expected = expected or output
+        progress("settings measured", done, len(settings))
+    return ResidencyResult(model, prompt_tokens, tokens, repeats, rows, environment())
+
+
+def _measure(
+    llm: LLM, share: str, policy: str, prompt: Prompt, params: SamplingParams, repeats: int, expected: list[int]
+) -> tuple[ResidencyRow, list[int], int]:
+    llm.generate([prompt], params)
+    llm.reset_counters()
+    rates: list[float] = []
+    outputs = []
+    tokens = seconds = 0.0
+    for _ in range(repeats):
+        (completion,) = llm.generate([prompt], params)
+        stats = llm.stats()
+        rates.append((stats.decode_tokens - tokens) / ((stats.decode_seconds or 0.0) - seconds))
+        tokens, seconds = stats.decode_tokens, stats.decode_seconds or 0.0
+        outputs.append(completion.token_ids)
+    stats = llm.stats()
+    exposed = stats.exposed_fetch_seconds
+    row = ResidencyRow(
+        expert_slots=share,
+        policy=policy,
+        tokens_per_second=median(rates),
+        slowest=min(rates),
+        fastest=max(rates),
+        expert_cache_hit_rate=stats.expert_cache_hit_rate,
+        cold_bytes_per_token=stats.cold_bytes / tokens,
+        exposed_fetch_seconds_per_token=None if exposed is None else exposed / tokens,
+        num_offloaded_experts=stats.num_offloaded_experts,
+        measured_h2d_bytes_per_second=stats.measured_h2d_bytes_per_second,
+        identical=all(output == (expected or outputs[0]) for output in outputs),
+    )
+    return row, outputs[0], len(completion.prompt_ids)
+
+
+def render(result: ResidencyResult) -> Table:
+    """The rows for people."""
+    table = Table(
+        title=f"Decoding {result.model}, one sequence, {result.prompt_tokens} + {result.output_tokens} tokens",
+        caption=f"median of {result.repeats} (slowest - fastest); {result.environment['device']}, "
+        f"{result.environment['threads']} threads, commit {result.environment['commit']}",
+    )
+    for name in ("slots", "policy", "tokens/s", "hit rate", "cold bytes/token", "exposed ms/token", "identical"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in result.rows:
+        hit_rate, exposed = row.expert_cache_hit_rate, row.exposed_fetch_seconds_per_token
+        table.add_row(
+            row.expert_slots,
+            row.policy,
+            f"{row.tokens_per_second:.1f} ({row.slowest:.1f} - {row.fastest:.1f})",
+            "-" if hit_rate is None else f"{hit_rate:.1%}",
+            format_bytes(row.cold_bytes_per_token),
+            "-" if exposed is None else f"{1e3 * exposed:.2f}",
+            "yes" if row.identical else "NO",
+        )
+    return table

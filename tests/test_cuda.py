@@ -1,0 +1,82 @@
+"""The host-driven provider on a GPU: pinned store, copy stream, device-clock waits. Runs where there is one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.config import EngineOptions, parse_slots
+from outrider.core import Band, ExpertKey
+from outrider.engine.build import build_engine
+from outrider.engine.engine import Engine
+from outrider.experts.store import MappedStore, PinnedStore
+from test_parity import MAKERS, generate, make_texts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module", params=["gpt_oss-mxfp4", "qwen3_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    MAKERS[request.param](path)
+    return path
+
+
+def check_slots(engine: Engine) -> int:
+    """Every resident expert's bytes equal the checkpoint's; how many were compared."""
+    torch.cuda.synchronize()
+    source = MappedStore(engine.checkpoint)
+    resident = engine.provider.resident_keys()
+    for key in resident:
+        record = torch.zeros(source.layout.record_nbytes, dtype=torch.uint8)
+        source.copy_range(key, 0, len(record), record)
+        weights = engine.provider.weights_of(key)
+        assert weights is not None
+        for name, part in source.layout.view(record).items():
+            assert torch.equal(weights[name].cpu().view(torch.uint8), part.view(torch.uint8)), f"{key} {name}"
+    return len(resident)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_and_bytes_at_any_residency(folder: Path, dtype: str) -> None:
+    outputs = []
+    for slots in ("100%", "50%", "38%", "3", "25%"):
+        engine = build_engine(str(folder), EngineOptions(parse_slots(slots), device="cuda", dtype=dtype))
+        assert isinstance(engine.provider.store, MappedStore if slots == "100%" else PinnedStore)
+        outputs.append(generate(engine, make_texts([5, 40, 23], engine.config.vocab_size), 48))
+        stats = engine.stats()
+        assert (stats.evictions > 0) == (slots != "100%")
+        assert stats.exposed_fetch_seconds is not None
+        assert (stats.measured_h2d_bytes_per_second is None) == (slots == "100%")
+        assert check_slots(engine) > 0
+        engine.close()
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_float32_tokens_equal_the_cpu_s(folder: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    both = []
+    for device in ("cpu", "cuda"):
+        engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device=device, dtype="float32"))  # type: ignore[arg-type]
+        both.append(generate(engine, make_texts([5, 40, 23], engine.config.vocab_size), 32))
+        engine.close()
+    assert both[0] == both[1]
+
+
+def test_prefetch_and_resets(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device="cuda"))
+    texts = make_texts([6], engine.config.vocab_size)
+    first = generate(engine, texts, 8)
+    layers = engine.config.moe_layers
+    for turn in range(50):
+        engine.reset_cache()
+        keys = [ExpertKey(layer, (turn + i) % 8) for layer in layers for i in range(4)]
+        assert engine.provider.prefetch(keys, Band.ROUTE_AHEAD if turn % 2 else Band.BACKGROUND) == len(keys)
+        if turn % 3 == 0:
+            engine.provider.cancel_prefetches()
+        assert generate(engine, texts, 8) == first
+    assert check_slots(engine) > 0
+    seen = engine.stats()
+    assert seen.prefetched_bytes > 0
+    assert seen.wasted_prefetch_bytes <= seen.prefetched_bytes
+    engine.close()
