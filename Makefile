@@ -19,7 +19,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	$(BIN)/outrider bench residency demo
+	$(BIN)/outrider bench residency demo --threads 1
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,6 +43,9 @@ class FakeStore:
         record[start:stop] = self.records[key][start:stop]
         return stop - start
 
+    def close(self) -> None:
+        pass
+
 
 def make_provider(
     store: FakeStore, slots: int, *, policy: str = "decayed-lfu", chunk: int = 256, experts: int | None = None

@@ -24,6 +24,7 @@ LEVELS = {
     "train": 5,
     "console": 5,
     "cli": 5,
+    "__main__": 5,
 }
 FORBIDDEN = {
     ("models", "experts"),  # a model sees experts through the injected provider only

@@ -1,12 +1,18 @@
 """Offloading never changes a token: any residency, any policy, any reset, any company in the batch."""
 
+import json
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from outrider import LLM, SamplingParams
 from outrider.config import EngineOptions, parse_slots
 from outrider.engine.build import build_engine
+from outrider.errors import OutriderError
 from test_parity import MAKERS, generate, make_texts
 from tiny import tiny_gpt_oss
 
@@ -82,3 +88,51 @@ def test_kv_occupancy_is_that_of_the_pages(tmp_path: Path) -> None:
         assert llm.stats().kv_occupancy_bytes == 2 * 16 * per_token  # 20 tokens take two pages of 16
         stream.close()
         assert llm.stats().kv_occupancy_bytes == 0
+
+
+def test_a_failed_step_can_be_run_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of a layer leaves every sequence as it was, and the batch goes on to the same tokens."""
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%")))
+    texts = make_texts([5, 20], engine.config.vocab_size)
+    expected = generate(engine, texts, 12)
+    sequences = [engine.submit(text, SamplingParams(max_tokens=12, ignore_eos=True)) for text in texts]
+    resolve, calls = engine.provider.resolve, count()
+
+    def fail_sometimes(layer: int, expert_ids: torch.Tensor) -> Iterator[Any]:
+        for turn, item in enumerate(resolve(layer, expert_ids)):
+            if turn == 1 and next(calls) % 5 == 0:
+                raise KeyboardInterrupt
+            yield item
+
+    monkeypatch.setattr(engine.provider, "resolve", fail_sometimes)
+    failures = 0
+    while engine.scheduler.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            failures += 1
+    assert failures > 3
+    assert [s.output for s in sequences] == expected
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%")))
+    engine.close()
+    with pytest.raises(OutriderError, match="closed"):
+        generate(engine, [[1, 2, 3]], 4)
+
+
+def test_generation_config_adds_ends(folder: Path) -> None:
+    with LLM(str(folder)) as llm:
+        (free,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
+        end = free.token_ids[7]
+    extra = folder / "generation_config.json"
+    before = extra.read_text() if extra.exists() else None
+    try:
+        extra.write_text(json.dumps({"eos_token_id": [end, 0]}))
+        with LLM(str(folder)) as llm:
+            (ended,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))
+    finally:
+        extra.unlink() if before is None else extra.write_text(before)
+    first = free.token_ids.index(end)
+    assert ended.token_ids == free.token_ids[: first + 1] and ended.finish_reason == "stop"

@@ -47,6 +47,7 @@ MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")]
 TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 is off.")]
+Threads = Annotated[int | None, typer.Option(help="Compute threads on a CPU; default: torch's choice.")]
 Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 
 
@@ -58,7 +59,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """The shipped model writes Python with half of its experts resident; then a table of what the expert cache did."""
-    with _load("demo", expert_slots=expert_slots) as llm:
+    with _load("demo", expert_slots=expert_slots, threads=1) as llm:
         if not as_json:
             sys.stdout.write(prompt)
         report = stream(llm, prompt, SamplingParams(max_tokens=max_tokens), quiet=as_json)
@@ -74,6 +75,7 @@ def generate(
     policy: Policy = "decayed-lfu",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = None,
     max_context: Context = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
@@ -85,7 +87,7 @@ def generate(
     """Complete one prompt, streamed, then show the statistics."""
     given = _prompt(prompt, prompt_ids)
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
-    options = {"policy": policy, "device": device, "dtype": dtype, "max_context": max_context}
+    options = {"policy": policy, "device": device, "dtype": dtype, "threads": threads, "max_context": max_context}
     with _load(model, expert_slots=expert_slots, **options) as llm:
         _finish(llm, stream(llm, given, params, quiet=as_json), as_json)
 
@@ -97,6 +99,7 @@ def chat(
     policy: Policy = "decayed-lfu",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = None,
     max_context: Context = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -106,7 +109,7 @@ def chat(
 ) -> None:
     """Talk to the model; the history is kept. /stats shows the statistics, /reset starts over, /exit ends."""
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
-    options = {"policy": policy, "device": device, "dtype": dtype, "max_context": max_context}
+    options = {"policy": policy, "device": device, "dtype": dtype, "threads": threads, "max_context": max_context}
     with _load(model, expert_slots=expert_slots, **options) as llm:
         converse(llm, params)
 
@@ -229,6 +232,7 @@ def residency(
     policies: Annotated[str, typer.Option(help="Policies to measure.")] = "decayed-lfu,lru",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = None,
     max_tokens: MaxTokens = 128,
     repeats: Annotated[int, typer.Option(help="Runs a row.")] = 5,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
@@ -249,6 +253,7 @@ def residency(
             progress,
             device=device,
             dtype=dtype,
+            threads=threads,
         )
     if output is not None:
         write_json(output, result.to_dict())

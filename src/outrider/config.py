@@ -153,6 +153,8 @@ class EngineOptions:
 
     max_context: longest prompt + output; None: what the model allows, at most 4096.
     kv_tokens: tokens that the KV pages hold in all; None: four times `max_context`.
+    threads: compute threads of this process on a CPU; None leaves torch's choice, which for a small model on a busy
+        machine can be far too many (its threads spin while they wait for each other).
     """
 
     expert_slots: SlotBudget = field(default_factory=lambda: SlotBudget(fraction=1.0))
@@ -164,9 +166,10 @@ class EngineOptions:
     max_batch: int = 16
     prefill_chunk: int = 512
     probe_copies: bool = True
+    threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "kv_tokens", "max_batch", "prefill_chunk"):
+        for name in ("max_context", "kv_tokens", "max_batch", "prefill_chunk", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")

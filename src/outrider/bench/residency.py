@@ -114,20 +114,20 @@ def render(result: ResidencyResult) -> Table:
     """The rows for people."""
     table = Table(
         title=f"Decoding {result.model}, one sequence, {result.prompt_tokens} + {result.output_tokens} tokens",
-        caption=f"median of {result.repeats} (slowest - fastest); {result.environment['device']}, "
+        caption=f"median of {result.repeats} (slowest-fastest); {result.environment['device']}, "
         f"{result.environment['threads']} threads, commit {result.environment['commit']}",
     )
-    for name in ("slots", "policy", "tokens/s", "hit rate", "cold bytes/token", "exposed ms/token", "identical"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    for name in ("slots", "policy", "tokens/s", "hit rate", "cold/token", "waited/token", "identical"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for row in result.rows:
         hit_rate, exposed = row.expert_cache_hit_rate, row.exposed_fetch_seconds_per_token
         table.add_row(
             row.expert_slots,
             row.policy,
-            f"{row.tokens_per_second:.1f} ({row.slowest:.1f} - {row.fastest:.1f})",
+            f"{row.tokens_per_second:.1f} ({row.slowest:.1f}-{row.fastest:.1f})",
             "-" if hit_rate is None else f"{hit_rate:.1%}",
             format_bytes(row.cold_bytes_per_token),
-            "-" if exposed is None else f"{1e3 * exposed:.2f}",
+            "-" if exposed is None else f"{1e3 * exposed:.2f} ms",
             "yes" if row.identical else "NO",
         )
     return table

@@ -38,6 +38,8 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     device = _device(options)
     dtype = _dtype(options, device)
     max_context = _context(config, options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
     mapped = MappedStore(checkpoint)
     slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)

@@ -21,7 +21,19 @@ class Runner:
         self._device = device
 
     def execute(self, plan: Plan) -> StepResult:
-        """One target forward over the plan's rows and the choice of the next tokens."""
+        """One target forward over the plan's rows and the choice of the next tokens.
+
+        If it fails, the sequences are as they were before, and the step can be run again.
+        """
+        lengths = [sequence.table.length for sequence in plan.sequences]
+        try:
+            return self._run(plan)
+        except BaseException:
+            for sequence, length in zip(plan.sequences, lengths, strict=True):
+                sequence.table.truncate(length)
+            raise
+
+    def _run(self, plan: Plan) -> StepResult:
         batch = self._batch(plan)
         self._provider.begin_step(plan.phase)
         hidden = self._decoder.forward(batch, self._kv, self._provider)

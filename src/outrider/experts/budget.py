@@ -18,7 +18,7 @@ def slots_per_layer(config: ModelConfig, budget: SlotBudget, record_nbytes: int)
     """
     layers, experts, floor = config.moe_layers, config.num_experts, config.experts_per_token
     if budget.fraction is not None:
-        slots = dict.fromkeys(layers, int(budget.fraction * experts))
+        slots = dict.fromkeys(layers, int(budget.fraction * experts + 1e-9))
     elif budget.slots is not None:
         slots = dict.fromkeys(layers, min(budget.slots, experts))
     else:

@@ -215,9 +215,8 @@ class FetchQueue:
         with self._changed:
             self._changed.wait_for(lambda: fetch.done or self._dead)
             if not fetch.done:
-                raise OutriderError(
-                    f"expert {tuple(fetch.key)} could not be copied: {self._failure}"
-                ) from self._failure
+                reason = self._failure or "the engine is closed"
+                raise OutriderError(f"expert {tuple(fetch.key)} could not be copied: {reason}") from self._failure
         self.backend.join(fetch, opened)
 
     def reset_counters(self) -> None:

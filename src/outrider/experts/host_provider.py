@@ -30,6 +30,12 @@ WAVE_LANES = 2
 """Lanes kept when no slot is to spare: one is computed from while the other fills."""
 
 
+def _close(queue: FetchQueue) -> None:
+    """Stop the copy thread, then free what it read from."""
+    queue.close()
+    queue.store.close()
+
+
 @dataclass
 class _Step:
     """What an open step has seen so far."""
@@ -63,7 +69,7 @@ class HostProvider:
         self._policies: dict[int, CachePolicy] = {n: POLICIES[policy](num_experts) for n in slots_per_layer}
         self._step: _Step | None = None
         self._running: tuple[int, frozenset[int]] = (-1, frozenset())
-        self.close = weakref.finalize(self, self._queue.close)
+        self.close = weakref.finalize(self, _close, self._queue)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ class ExpertStore(Protocol):
         """Copy bytes [start, stop) of an expert's record into `record` (uint8 [record_nbytes]); bytes moved."""
         ...
 
+    def close(self) -> None:
+        """Give back what the store holds; no fetch may be under way."""
+        ...
+
 
 class MappedStore:
     """The memory-mapped checkpoint: costs no memory of its own, reads come from page cache or disk."""
@@ -54,6 +58,9 @@ class MappedStore:
                 _copy(record[first:last], source[first - offset : last - offset])
                 moved += last - first
         return moved
+
+    def close(self) -> None:
+        self._sources.clear()
 
     def _parts(self, key: ExpertKey) -> list[tuple[int, Tensor]]:
         """(offset in the record, bytes as a flat uint8 view) of each part."""
@@ -95,7 +102,6 @@ class PinnedStore:
         return stop - start
 
     def close(self) -> None:
-        """Unpin all buffers; no fetch may be under way."""
         for records in self._records.values():
             torch.cuda.cudart().cudaHostUnregister(records.data_ptr())
         self._records.clear()
