@@ -36,7 +36,7 @@ def main() -> None:
     peak, stop = [before], threading.Event()
     watcher = threading.Thread(target=watch, args=(peak, stop))
     watcher.start()
-    llm = LLM(args.model, expert_slots=args.expert_slots, dtype=args.dtype, device="cpu", max_context=256)
+    llm = LLM(args.model, expert_slots=args.expert_slots, dtype=args.dtype, device="cpu", max_context=32768)
     (completion,) = llm.generate([list(range(1, 33))], SamplingParams(max_tokens=args.tokens, ignore_eos=True))
     stop.set()
     watcher.join()
@@ -52,6 +52,7 @@ def main() -> None:
                 "allowed_bytes": int(1.2 * (slots + dense)),
                 "before_bytes": before,
                 "peak_bytes": peak[0],
+                "kv_room_bytes": llm.engine.kv.pool.num_pages * llm.engine.kv.page_nbytes,
                 "tokens": len(completion.token_ids),
                 "cold_bytes": stats.cold_bytes,
             }

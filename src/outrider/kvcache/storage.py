@@ -1,5 +1,8 @@
 """The memory behind the pages: one key and one value tensor a layer."""
 
+from math import prod
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +26,8 @@ class KVStorage:
         shape = (num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self.pool = PagePool(num_pages)
         self.page_nbytes = PAGE_SIZE * kv_bytes_per_token(config, dtype)
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self._values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
 
     @property
     def occupancy_bytes(self) -> int:
@@ -46,3 +49,10 @@ class KVStorage:
         """The table's pages, filled up with page 0 to a whole number of attention splits."""
         splits = -(-table.length // KEY_SPLIT)
         return table.pages + [0] * (splits * pages_for(KEY_SPLIT) - len(table.pages))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks for zeroed pages, which cost nothing until they are written; torch.zeros writes them all.
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
