@@ -18,14 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from fake_store import FakeStore, make_provider
 from outrider.bench.cache_sim import SIM_POLICIES, SimPolicy, plot, render, simulate, slots_for
 from outrider.bench.traces import RoutingTrace, read_trace
 from outrider.config import PolicyName
-from outrider.core import ExpertKey, ExpertPart, Phase
+from outrider.core import Phase
 from outrider.errors import CheckpointError, ConfigError, OutriderError
-from outrider.experts.fetch import HostBackend
-from outrider.experts.host_provider import HostProvider
-from outrider.experts.layout import ExpertLayout
 from outrider.experts.policy import LRU, DecayedLFU
 
 # Making traces
@@ -356,27 +354,13 @@ def test_the_policies_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
     assert told == [(name, step) for name in ("LRU", "DecayedLFU") for step in steps]
 
 
-class BlankStore:
-    """Experts of four zeros each, for a provider whose hits are all that matters."""
-
-    layout = ExpertLayout.of([ExpertPart("w", "float32", (4,))])
-
-    def __init__(self, trace: RoutingTrace) -> None:
-        keys = itertools.product(range(trace.num_layers), range(trace.num_experts))
-        self.expert_nbytes = {ExpertKey(layer, expert): self.layout.payload_nbytes for layer, expert in keys}
-
-    def copy_range(self, key: ExpertKey, start: int, stop: int, record: torch.Tensor) -> int:
-        record[start:stop] = 0
-        return stop - start
-
-
 @pytest.mark.parametrize("policy", ["lru", "decayed-lfu"])
 @pytest.mark.parametrize("slots", [2, 4, 8])
 def test_the_engine_counts_the_hits_that_the_replay_counts(policy: PolicyName, slots: int) -> None:
     random = np.random.default_rng(0)
     run = np.array([[random.permutation(8)[:2] for _ in range(2)] for _ in range(200)], dtype=np.uint16)
     trace = RoutingTrace("random", 2, 8, 2, [run])
-    provider = HostProvider(BlankStore(trace), {0: slots, 1: slots}, 8, policy, HostBackend(), torch.device("cpu"))
+    provider = make_provider(FakeStore(2, 8), slots, policy=policy)
     for token in torch.from_numpy(run.astype(np.int64)):
         provider.begin_step(Phase.DECODE)
         for layer in range(2):
