@@ -1,6 +1,7 @@
 """`config.json` -> `ModelConfig`: every field that changes the arithmetic is read and checked, or refused by name."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,10 +40,18 @@ FAMILIES: dict[str, Family] = {"gpt_oss": gpt_oss, "qwen3_moe": qwen3_moe}
 def read_config(source: Path) -> ModelConfig:
     """The model that `source`, a checkpoint folder or a `config.json`, describes.
 
+    Of a folder's `generation_config.json`, further end-of-sequence ids are taken (a chat model often ends its turn
+    with another one than its config names); its sampling defaults are not, since they are not the user's.
+
     Raises: CheckpointError naming the field that is missing, ill-typed or asks for something unknown.
     """
     path = source / "config.json" if source.is_dir() else source
-    return parse_config(read_json(path), path)
+    config = parse_config(read_json(path), path)
+    extra = path.parent / "generation_config.json"
+    if not extra.is_file():
+        return config
+    ids = Fields(read_json(extra), extra).eos()
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ids))))
 
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:

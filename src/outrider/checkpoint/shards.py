@@ -82,7 +82,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no 'weight_map'; download the file again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or not file.isprintable():
             raise CheckpointError(f"{path} sends {name!r} to {file!r}, which is not a file of the folder")
     return weight_map
 

@@ -7,8 +7,6 @@ Format (OCP Microscaling Formats v1.0; the byte order is that of the published g
 A code is sign, two exponent bits, one mantissa bit: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -19,8 +17,6 @@ _VALUES = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES))
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)  # byte -> (low, high)
 _SCALES = torch.ldexp(torch.ones(256, 1), torch.arange(256).unsqueeze(1) - SCALE_BIAS)
 _SCALES[255] = float("nan")
-# Between two neighbours the even code wins a tie, as IEEE rounding does.
-_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in pairwise(_MAGNITUDES)])
 
 
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,23 +46,27 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError("MXFP4 cannot encode infinite or NaN weights")
     exponent = torch.frexp(largest).exponent - 1 - 2  # frexp: largest = m * 2^e with m in [0.5, 1)
     exponent = torch.where(largest > 0, exponent, 0).clamp(-SCALE_BIAS, 254 - SCALE_BIAS)
+    magnitudes = groups.abs()
     larger = (exponent + 1).clamp(max=254 - SCALE_BIAS)
-    codes, error = _round(groups, exponent)
-    codes_larger, error_larger = _round(groups, larger)
-    better = error_larger < error
-    codes = torch.where(better.unsqueeze(-1), codes_larger, codes)
+    codes, error = _round(magnitudes, exponent)
+    codes_larger, error_larger = _round(magnitudes, larger)
+    better = 4 * error_larger < error  # in units of the smaller scale
+    codes = torch.where(better.unsqueeze(-1), codes_larger, codes).to(torch.uint8)
+    codes |= torch.signbit(groups).to(torch.uint8) << 3
     exponent = torch.where(better, larger, exponent)
     blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return blocks, (exponent + SCALE_BIAS).to(torch.uint8)
 
 
-def _round(groups: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes (uint8 [..., 32]) under 2^exponent, and the squared error relative to that scale's unit."""
-    scaled = torch.ldexp(groups, -exponent.unsqueeze(-1))
-    magnitude = scaled.abs()
-    midpoints = _MIDPOINTS.to(groups.device)
-    below = torch.bucketize(magnitude, midpoints, right=False)  # a tie stays with the lower code
-    above = torch.bucketize(magnitude, midpoints, right=True)
-    code = torch.where(below % 2 == 0, below, above)
-    error = torch.ldexp(_VALUES.to(groups.device)[code] - magnitude, exponent.unsqueeze(-1)).double().square().sum(-1)
-    return (code | (torch.signbit(groups).int() << 3)).to(torch.uint8), error
+def _round(magnitudes: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest codes (float32 [..., 32], 0 to 7) under 2^exponent, and the squared error in units of that scale.
+
+    Codes are a half apart below 2, one apart below 4, two apart from there; `round` takes ties to even, which are the
+    even codes.
+    """
+    scaled = magnitudes * torch.nn.functional.embedding(SCALE_BIAS - exponent, _SCALES.to(exponent.device))
+    fine, middle = torch.round(scaled * 2), torch.round(scaled)
+    coarse = torch.round(scaled * 0.5).clamp_(max=3)
+    codes = torch.where(scaled < 2, fine, torch.where(scaled < 4, middle + 2, coarse + 4))
+    values = torch.where(scaled < 2, fine * 0.5, torch.where(scaled < 4, middle, coarse * 2))
+    return codes, (values - scaled).square_().sum(-1, dtype=torch.float64)
