@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outrider.config import SamplingParams, parse_bytes, parse_slots
+from outrider.config import DeviceName, DtypeName, PolicyName, SamplingParams, parse_bytes, parse_slots
 from outrider.console import (
     console,
     converse,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.engine.memory_plan import Hardware
 
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export what it raises for a wrong command line
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -39,9 +41,9 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or 'demo'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Slots = Annotated[str, typer.Option(help="Experts that may be resident: 50%, 6GiB in all, or slots per layer.")]
-Policy = Annotated[Literal["decayed-lfu", "lru"], typer.Option(help="Which resident expert is evicted.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on CUDA, else float32.")]
+Policy = Annotated[PolicyName, typer.Option(help="Which resident expert is evicted.")]
+Device = Annotated[DeviceName, typer.Option(help="Where to compute.")]
+Dtype = Annotated[DtypeName, typer.Option(help="auto: bfloat16 on CUDA, else float32.")]
 Context = Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -106,12 +108,18 @@ def chat(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = 0,
+    as_json: Json = False,
 ) -> None:
-    """Talk to the model; the history is kept. /stats shows the statistics, /reset starts over, /exit ends."""
+    """Talk to the model; the history is kept. /stats shows the statistics, /reset starts over, /exit ends.
+
+    With --json, turns are read from standard input, a line each, and the conversation is printed at the end.
+    """
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
     options = {"policy": policy, "device": device, "dtype": dtype, "threads": threads, "max_context": max_context}
     with _load(model, expert_slots=expert_slots, **options) as llm:
-        converse(llm, params)
+        history = converse(llm, params, quiet=as_json)
+        if as_json:
+            print_json({"messages": history, "stats": llm.stats().to_dict()})
 
 
 @app.command()
@@ -148,7 +156,7 @@ def plan(
 
     is_local = model in PRESETS or Path(model).is_file()
     made = make_plan(
-        load_config(model if is_local else locate(model)),
+        load_config(model if is_local else locate(model, config_only=True)),
         gpu_memory=parse_bytes(gpu_memory) if gpu_memory else None,
         ram=parse_bytes(ram) if ram else None,
         context=context,
@@ -208,7 +216,7 @@ def cache_sim(
     from outrider.bench import cache_sim as sim
     from outrider.bench.traces import read_trace
 
-    shares = [parse_slots(share).fraction or 0.0 for share in fractions.split(",")]
+    shares = [_share(share) for share in fractions.split(",")]
     recorded = read_trace(trace, num_experts)
     with progress_bars(unit="tokens") as progress:
         result = sim.simulate(
@@ -260,6 +268,16 @@ def residency(
     show(result, bench.render, as_json)
 
 
+@bench.command()
+def tables(
+    results: Annotated[Path, typer.Argument(help="Folder of result files, one folder a device below it.")],
+) -> None:
+    """Print the Markdown of all results, which is BENCHMARKS.md."""
+    from outrider.bench.tables import markdown
+
+    sys.stdout.write(markdown(results))
+
+
 def _load(model: str, **options: Any) -> "LLM":
     from outrider.engine.llm import LLM
 
@@ -287,6 +305,13 @@ def _hardware(name: str, hbm: str | None, h2d: str | None, disk: str | None) -> 
     return replace(HARDWARE[name], **own, origin="given") if own else HARDWARE[name]  # type: ignore[arg-type]
 
 
+def _share(text: str) -> float:
+    fraction = parse_slots(text).fraction
+    if fraction is None:
+        raise ConfigError(f"--fractions takes shares such as 25%,50%, not '{text}'")
+    return fraction
+
+
 def _prompt(text: str | None, ids: str | None) -> str | list[int]:
     if (text is None) == (ids is None):
         raise RequestError("give either a prompt text or --prompt-ids")
@@ -304,10 +329,15 @@ def _ids(ids: str) -> list[int]:
 
 def main() -> None:
     """Entry point of the `outrider` command."""
+    as_json = "--json" in sys.argv
     try:
-        app()
+        code = app(standalone_mode=False)
     except OutriderError as error:
-        show_error(str(error), as_json="--json" in sys.argv)
+        show_error(str(error), as_json)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except UsageError as error:
+        show_error(f"{error.format_message().rstrip('.')}; see --help", as_json)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    sys.exit(code or 0)

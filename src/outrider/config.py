@@ -6,12 +6,15 @@ Contract: a `ModelConfig` says everything that the forward pass and the memory p
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from outrider.errors import ConfigError, RequestError
 
 Family = Literal["gpt_oss", "qwen3_moe"]
 PolicyName = Literal["decayed-lfu", "lru"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+_CHOICES = {"policy": get_args(PolicyName), "device": get_args(DeviceName), "dtype": get_args(DtypeName)}
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ class EngineOptions:
 
     expert_slots: SlotBudget = field(default_factory=lambda: SlotBudget(fraction=1.0))
     policy: PolicyName = "decayed-lfu"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"
     max_context: int | None = None
     kv_tokens: int | None = None
     max_batch: int = 16
@@ -169,6 +172,9 @@ class EngineOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         for name in ("max_context", "kv_tokens", "max_batch", "prefill_chunk", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

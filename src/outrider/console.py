@@ -107,39 +107,41 @@ def stream(llm: "LLM", prompt: str | list[int], params: SamplingParams, quiet: b
     }
 
 
-def converse(llm: "LLM", params: SamplingParams) -> None:
-    """The chat loop on the terminal; ends at /exit, end of input or Ctrl-C at the prompt."""
+def converse(llm: "LLM", params: SamplingParams, quiet: bool = False) -> list[dict[str, str]]:
+    """The chat loop, until /exit, end of input or Ctrl-C at the prompt; `quiet` shows nothing. Returns the history."""
     history: list[dict[str, str]] = []
     while True:
         try:
-            line = console.input("[bold]> [/]").strip()
+            line = (input() if quiet else console.input("[bold]> [/]")).strip()
         except (EOFError, KeyboardInterrupt):
-            return
+            return history
         if line == "/exit":
-            return
+            return history
         if line == "/reset":
             history.clear()
         elif line == "/stats":
-            console.print(stats_table(llm.stats()))
+            errors.print(stats_table(llm.stats()))
         elif line:
-            _answer(llm, history, line, params)
+            _answer(llm, history, line, params, quiet)
 
 
-def _answer(llm: "LLM", history: list[dict[str, str]], line: str, params: SamplingParams) -> None:
+def _answer(llm: "LLM", history: list[dict[str, str]], line: str, params: SamplingParams, quiet: bool) -> None:
     """One turn; it enters `history` only when it was answered (an interrupted answer counts as far as it came)."""
     question = {"role": "user", "content": line}
     pieces: list[str] = []
     try:
         for chunk in llm.chat([*history, question], params):
             pieces.append(chunk.text)
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
+            if not quiet:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
     except RequestError as error:
         show_error(f"{error} (/reset starts over)", as_json=False)
         return
     except KeyboardInterrupt:
         pass
-    sys.stdout.write("\n")
+    if not quiet:
+        sys.stdout.write("\n")
     history += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 

@@ -43,16 +43,16 @@ class Stats:
         expert_accesses, expert_hits, expert_misses: decode counts; hits + misses = accesses.
         expert_late: misses that were already in flight when their layer resolved.
         prefill_hits, prefill_misses, prefill_cold_bytes: the same for prefill, counted apart.
-        expert_overflow: misses for which a union larger than the layer's slots had to reuse a slot within the step.
+        expert_overflow: experts by which unions exceeded their layer's slots, which were then reused within a step.
         expert_occupancy_bytes: payload bytes of all wholly resident experts.
         expert_slots_total: slots over all layers.
         num_offloaded_experts: experts that do not all fit in slots; 0 means resident.
         cold_bytes: payload bytes that decode steps missed.
         prefetched_bytes, wasted_prefetch_bytes: payload bytes that prefetches brought, and those of them evicted,
-            overwritten or cancelled without one use.
+            overwritten or cancelled without one use; what came before the last reset is in neither.
         cancelled_prefetches, dropped_prefetches, promotions: prefetches taken back; not queued for want of a slot;
             raised to a higher band by a demand.
-        evictions: experts that lost their slot.
+        evictions: resident experts that lost their slot to another one.
         h2d_bytes: bytes copied into slots by band, padding included.
         exposed_fetch_seconds: time that the critical path waited for expert bytes (device clock on CUDA); None if no
             step ran.

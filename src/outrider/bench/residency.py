@@ -15,6 +15,7 @@ from outrider.bench.environment import environment
 from outrider.config import SamplingParams, format_bytes
 from outrider.core import Progress, no_progress
 from outrider.engine.llm import LLM, Prompt
+from outrider.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,10 @@ def bench_residency(
 ) -> ResidencyResult:
     """Measure every residency of `slots` with every policy; further options go to `LLM`.
 
-    Raises: OutriderError if one of them cannot be run.
+    Raises: ConfigError if there is nothing to measure, OutriderError if a setting cannot be run.
     """
+    if tokens < 2 or repeats < 1:
+        raise ConfigError("measuring decode steps takes --max-tokens of at least 2 and --repeats of at least 1")
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     settings = [(share, policy) for share in slots for policy in policies]
     rows: list[ResidencyRow] = []

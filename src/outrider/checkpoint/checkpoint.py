@@ -30,6 +30,10 @@ class Checkpoint:
         """Tensor `name`, a view of the mapped file in its stored dtype."""
         return self.shards.tensor(name)
 
+    def dense_names(self) -> list[str]:
+        """Names of all tensors that are not an expert's."""
+        return list(FAMILIES[self.config.family].dense_tensors(self.config))
+
     def expert_part(self, key: ExpertKey, part: str) -> Tensor:
         """One part of one expert, a view of the mapped file in its stored dtype."""
         name, index = FAMILIES[self.config.family].expert_tensor(key, part)

@@ -11,6 +11,7 @@ Shapes = dict[str, tuple[int, ...]]
 def skeleton_fields(fields: Fields) -> dict[str, Any]:
     """The arguments of `ModelConfig` that every family spells alike."""
     fields.only("hidden_act", "silu")
+    fields.only("partial_rotary_factor", 1.0)
     experts = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
     return {
         "vocab_size": fields.integer("vocab_size"),

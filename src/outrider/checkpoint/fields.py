@@ -63,7 +63,7 @@ class Fields:
         """End-of-sequence ids: an id, a list of ids or nothing."""
         value = self.raw.get("eos_token_id")
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) for i in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise self.refuse("eos_token_id", "it must be an id or a list of ids")
         return tuple(ids)
 

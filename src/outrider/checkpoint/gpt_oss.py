@@ -83,5 +83,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         raise fields.refuse("layer_types", f"it must list the attention of {layers} layers")
     if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
         raise fields.refuse("layer_types", f"{unknown[0]!r} is not implemented")
+    if "sliding_window" in fields.raw and fields.raw["sliding_window"] is None and "sliding_attention" in kinds:
+        raise fields.refuse("sliding_window", "layers with sliding attention need one")
     window = fields.integer("sliding_window", 128)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

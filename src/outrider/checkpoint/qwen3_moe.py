@@ -16,7 +16,8 @@ def parse(fields: Fields) -> ModelConfig:
     skeleton = skeleton_fields(fields)
     layers = skeleton["num_layers"]
     theta, yarn = fields.rope(10000.0)
-    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    windowed = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
+    window = fields.integer("sliding_window", 4096) if windowed else None
     return ModelConfig(
         **skeleton,
         family="qwen3_moe",

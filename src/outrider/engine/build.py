@@ -3,12 +3,14 @@
 import time
 from collections.abc import Iterator
 from itertools import islice
+from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.checkpoint import Checkpoint, locate, open_checkpoint
-from outrider.config import EngineOptions, ModelConfig
+from outrider.config import EngineOptions, ModelConfig, format_bytes
 from outrider.core import ExpertKey, Progress, no_progress
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
@@ -19,7 +21,7 @@ from outrider.experts.host_provider import HostProvider
 from outrider.experts.layout import torch_dtype
 from outrider.experts.store import ExpertStore, MappedStore, PinnedStore
 from outrider.kvcache.pages import pages_for
-from outrider.kvcache.storage import KVStorage
+from outrider.kvcache.storage import KVStorage, kv_bytes_per_token
 from outrider.models.decoder import Decoder
 from outrider.scheduler.scheduler import Scheduler
 
@@ -27,6 +29,7 @@ DEFAULT_CONTEXT = 4096
 _PROBE_BYTES = 64 << 20
 
 
+@torch.inference_mode(mode=False)  # slots and pages are written outside of it, whatever the caller is in
 def build_engine(model: str, options: EngineOptions | None = None, progress: Progress = no_progress) -> Engine:
     """Open, check and load `model` (`demo`, a folder or a hub id).
 
@@ -44,8 +47,13 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     mapped = MappedStore(checkpoint)
     slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)
     resident = min(slots.values()) == config.num_experts
+    kv_tokens = options.kv_tokens or 4 * max_context
+    _check_memory(checkpoint, mapped, sum(slots.values()), resident, kv_tokens, device, dtype)
     decoder = Decoder(config, _DenseLoader(checkpoint, device, dtype, progress))
-    kv = KVStorage(config, pages_for(options.kv_tokens or 4 * max_context), dtype, device)
+    try:
+        kv = KVStorage(config, pages_for(kv_tokens), dtype, device)
+    except MemoryError as error:
+        raise ConfigError(f"KV pages for {kv_tokens} tokens are more than this machine can address") from error
     # Experts that all fit are read once, straight into their slots: no second copy in pinned memory.
     store = PinnedStore(mapped, progress) if device.type == "cuda" and not resident else mapped
     backend = CudaBackend(device) if device.type == "cuda" else HostBackend()
@@ -99,6 +107,50 @@ def _context(config: ModelConfig, options: EngineOptions) -> int:
             f"max_context is {options.max_context}, but the model was made for {config.max_positions} positions"
         )
     return options.max_context
+
+
+def _check_memory(
+    checkpoint: Checkpoint,
+    store: MappedStore,
+    slots: int,
+    resident: bool,
+    kv_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse what cannot fit before anything is allocated. KV on a CPU costs memory when it is used, so not here.
+
+    Raises: ConfigError with every term of the sum.
+    """
+    config = checkpoint.config
+    dense = sum(prod(checkpoint.shards.shape(name)) for name in checkpoint.dense_names()) * dtype.itemsize
+    terms = {"dense weights": dense, f"{slots} expert slots": slots * store.layout.record_nbytes}
+    if device.type == "cuda":
+        terms[f"KV of {kv_tokens} tokens"] = kv_tokens * kv_bytes_per_token(config, dtype)
+        _refuse_over("GPU memory", terms, torch.cuda.mem_get_info(device)[0])
+        if not resident:
+            _refuse_over("RAM", {"pinned experts": sum(store.expert_nbytes.values())}, available_ram())
+    else:
+        _refuse_over("RAM", terms, available_ram())
+
+
+def _refuse_over(what: str, terms: dict[str, int], available: int | None) -> None:
+    needed = sum(terms.values())
+    if available is not None and needed > available:
+        listed = " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items())
+        raise ConfigError(
+            f"{format_bytes(available)} of {what} are free, and {listed} come to {format_bytes(needed)}; "
+            "lower --expert-slots or --max-context"
+        )
+
+
+def available_ram() -> int | None:
+    """Bytes that can be allocated without swapping, None where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _preload(provider: HostProvider, keys: Iterator[ExpertKey], total: int, progress: Progress) -> None:

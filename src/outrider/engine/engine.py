@@ -7,6 +7,7 @@ from itertools import count
 from outrider.checkpoint import Checkpoint
 from outrider.config import SamplingParams
 from outrider.core import Phase
+from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.runner import Runner
 from outrider.errors import RequestError
 from outrider.experts.host_provider import HostProvider
@@ -45,16 +46,16 @@ class Engine:
         self._tokens = self._decode_tokens = 0
         self._decode_seconds = 0.0
 
-    def submit(self, prompt_ids: Ids[int], params: SamplingParams) -> Sequence:
-        """Queue a request.
+    def check(self, prompt_ids: Ids[int], params: SamplingParams) -> list[int]:
+        """The prompt as a list, if it can be served.
 
-        Raises: RequestError if the prompt is empty, holds ids that the model does not have, or does not fit with
-            its output into the context.
+        Raises: RequestError if it is empty, holds anything but ids that the model has, or does not fit with its
+            output into the context.
         """
         prompt = list(prompt_ids)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        if wrong := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
+        if wrong := [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.config.vocab_size]:
             raise RequestError(f"the prompt holds token id {wrong[0]}; ids go from 0 to {self.config.vocab_size - 1}")
         total = len(prompt) + params.max_tokens
         room = min(self.max_context, self.kv.pool.num_pages * PAGE_SIZE)
@@ -63,6 +64,11 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, with max_tokens {params.max_tokens} that is {total}; "
                 f"the context holds {room}: shorten the prompt, lower max_tokens or raise the context"
             )
+        return prompt
+
+    def submit(self, prompt_ids: Ids[int], params: SamplingParams) -> Sequence:
+        """Queue a request. Raises: RequestError as `check` does."""
+        prompt = self.check(prompt_ids, params)
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stops = frozenset((*params.stop_token_ids, *eos))
         sequence = Sequence(next(self._ids), prompt, params, stops, PageTable(self.kv.pool))
@@ -70,15 +76,16 @@ class Engine:
         return sequence
 
     def step(self) -> StepResult | None:
-        """Run one step; None if there is nothing to do."""
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return None
-        started = time.perf_counter()
-        result = self.runner.execute(plan)
-        self.scheduler.update(result)
-        self._count(result, time.perf_counter() - started)
-        return result
+        """Run one step; None if there is nothing to do. An interrupt waits until the step is over."""
+        with interrupts_deferred():
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return None
+            started = time.perf_counter()
+            result = self.runner.execute(plan)
+            self.scheduler.update(result)
+            self._count(result, time.perf_counter() - started)
+            return result
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a request, finished or not, and free its pages."""
@@ -121,13 +128,15 @@ class Engine:
 
     def reset_counters(self) -> None:
         """Zero all counters; residency, recency and running requests stay as they are."""
-        self.provider.reset_counters()
+        with interrupts_deferred():
+            self.provider.reset_counters()
         self._tokens = self._decode_tokens = 0
         self._decode_seconds = 0.0
 
     def reset_cache(self) -> None:
         """Empty all expert slots; the next step starts cold and gives the same tokens."""
-        self.provider.reset_cache()
+        with interrupts_deferred():
+            self.provider.reset_cache()
 
     def close(self) -> None:
         """Stop the copy thread. The engine cannot be used afterwards."""

@@ -1,11 +1,10 @@
 """`LLM`: the Python surface. One model, prompts in, completions out, statistics on demand."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.checkpoint import locate
 from outrider.config import EngineOptions, PolicyName, SamplingParams, parse_slots
 from outrider.core import Progress, no_progress
 from outrider.engine.build import build_engine
@@ -60,7 +59,7 @@ class LLM:
     ) -> None:
         settings = EngineOptions(expert_slots=parse_slots(expert_slots), policy=policy, **options)
         self.engine = build_engine(model, settings, progress)
-        self.tokenizer = Tokenizer(locate(model))
+        self.tokenizer = Tokenizer(self.engine.checkpoint.folder)
 
     def generate(self, prompts: str | Ids[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Complete one text, or a list of texts or id lists in one batch; results in their order.
@@ -74,14 +73,16 @@ class LLM:
 
         Raises: RequestError for a prompt that cannot be served.
         """
-        return self._stream(self._ids(prompt), isinstance(prompt, str), params or SamplingParams())
+        params = params or SamplingParams()
+        return self._stream(self.engine.check(self._ids(prompt), params), isinstance(prompt, str), params)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Answer the conversation `messages` (`{"role": ..., "content": ...}` each), streamed like `stream`.
 
         Raises: RequestError if the model has no chat template, or the conversation does not fit.
         """
-        return self._stream(self.tokenizer.chat(messages), True, params or SamplingParams())
+        params = params or SamplingParams()
+        return self._stream(self.engine.check(self.tokenizer.chat(messages), params), True, params)
 
     def stats(self) -> Stats:
         """What was measured since the last reset."""
@@ -110,6 +111,8 @@ class LLM:
             if not prompt:
                 raise RequestError("the prompt is empty; give at least one character")
             return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r}")
         return list(prompt)
 
     def _stream(self, ids: list[int], as_text: bool, params: SamplingParams) -> Iterator[Chunk]:

@@ -3,6 +3,7 @@
 import torch
 
 from outrider.core import ExpertProvider
+from outrider.errors import RequestError
 from outrider.kernels.warp import draw, uniform, warp
 from outrider.kvcache.storage import KVStorage
 from outrider.models.batch import Batch, Span
@@ -37,10 +38,11 @@ class Runner:
         batch = self._batch(plan)
         self._provider.begin_step(plan.phase)
         hidden = self._decoder.forward(batch, self._kv, self._provider)
-        self._provider.commit(range(len(batch.token_ids)))
         ends = [span.stop - 1 for span, s in zip(batch.spans, plan.sequences, strict=True) if s.prefilled]
         logits = iter(self._decoder.logits(hidden[ends])) if ends else iter(())
-        return StepResult(plan, tuple(_choose(s, next(logits)) if s.prefilled else None for s in plan.sequences))
+        tokens = tuple(_choose(s, next(logits)) if s.prefilled else None for s in plan.sequences)
+        self._provider.commit(range(len(batch.token_ids)))
+        return StepResult(plan, tokens)
 
     def _batch(self, plan: Plan) -> Batch:
         tokens: list[int] = []
@@ -62,7 +64,15 @@ class Runner:
 
 
 def _choose(sequence: Sequence, logits: torch.Tensor) -> int:
-    """The next token of `sequence` from its logits [vocab]."""
+    """The next token of `sequence` from its logits [vocab].
+
+    Raises: RequestError if they are not finite.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        raise RequestError(
+            f"the model gave infinite or NaN logits at position {sequence.table.length}; "
+            "the checkpoint is damaged, or its values need dtype float32"
+        )
     if sequence.params.temperature == 0:
         return int(logits.argmax())
     probs = warp(logits, sequence.params)

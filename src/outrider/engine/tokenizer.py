@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from outrider.errors import RequestError
 
 Messages = list[dict[str, str]]
@@ -21,7 +23,14 @@ class Tokenizer:
         self._loaded: Any = None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer adds by itself."""
+        """Ids of `text`, with the special tokens that the tokenizer adds by itself.
+
+        Raises: RequestError if the text is not valid Unicode (a lone surrogate, say).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode at character {error.start}") from error
         return list(self._tokenizer.encode(text))
 
     def decode(self, ids: list[int]) -> str:
@@ -31,11 +40,14 @@ class Tokenizer:
     def chat(self, messages: Messages) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer.
 
-        Raises: RequestError if the tokenizer has no chat template.
+        Raises: RequestError if the tokenizer has no chat template, or it refuses these messages.
         """
         if not self._tokenizer.chat_template:
             raise RequestError(f"the tokenizer in {self._folder} has no chat template; use 'generate' instead")
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise RequestError(f"the chat template of {self._folder} refuses this conversation: {error}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @property
@@ -48,9 +60,10 @@ class Tokenizer:
 
             try:
                 self._loaded = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # the tokenizers library raises nothing narrower for a bad file
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise RequestError(
-                    f"{self._folder} has no usable tokenizer ({str(error).splitlines()[0]}); give --prompt-ids instead"
+                    f"{self._folder} has no usable tokenizer ({reason}); give --prompt-ids instead"
                 ) from error
         return self._loaded
 

@@ -7,6 +7,7 @@ changes are guarded by the queue's lock; everything else belongs to the caller's
 
 import heapq
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -23,11 +24,15 @@ from outrider.experts.store import ExpertStore
 
 @dataclass(eq=False)
 class Fetch:
-    """One expert on its way into a slot. `copied` counts record bytes, `ahead` payload bytes that came unasked."""
+    """One expert on its way into a slot.
+
+    `demanded`: a step waits for it, or has. `copied` counts record bytes, `ahead` payload bytes that came undemanded.
+    """
 
     key: ExpertKey
     record: Tensor
     band: Band
+    demanded: bool
     fence: Any = None
     order: int = 0
     copied: int = 0
@@ -70,6 +75,10 @@ class CopyBackend(Protocol):
         """Forget the time waited."""
         ...
 
+    def close(self) -> None:
+        """Wait for chunks that are still under way."""
+        ...
+
 
 class HostBackend:
     """Slots in ordinary memory: a copy is done when it returns."""
@@ -98,6 +107,9 @@ class HostBackend:
 
     def reset(self) -> None:
         self._exposed = 0.0
+
+    def close(self) -> None:
+        pass
 
 
 class CudaBackend:
@@ -147,18 +159,25 @@ class CudaBackend:
         self._waits.append((opened, closed))
 
         if len(self._waits) > 1000:
-            self.exposed_seconds()
+            self._settle(500)  # these have passed long ago, so the stream is not held up
 
     def exposed_seconds(self) -> float:
-        for opened, closed in self._waits:
-            closed.synchronize()
-            self._exposed += opened.elapsed_time(closed) / 1e3
-        self._waits.clear()
+        self._settle(len(self._waits))
         return self._exposed
 
     def reset(self) -> None:
         self._waits.clear()
         self._exposed = 0.0
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+    def _settle(self, count: int) -> None:
+        """Turn the first `count` pairs of events into seconds."""
+        for opened, closed in self._waits[:count]:
+            closed.synchronize()
+            self._exposed += opened.elapsed_time(closed) / 1e3
+        del self._waits[:count]
 
 
 @dataclass
@@ -175,7 +194,7 @@ class FetchQueue:
         self._heap: list[tuple[Band, int, int, Fetch]] = []
         self._ticket = itertools.count()
         self._copying: Fetch | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._closed = self._dead = False
         self._thread = threading.Thread(target=self._run, name="outrider-copy", daemon=True)
         self._thread.start()
@@ -191,12 +210,13 @@ class FetchQueue:
     def promote(self, fetch: Fetch, band: Band) -> bool:
         """Raise a fetch that is not done to a more urgent band; whether that changed anything."""
         with self._changed:
-            if fetch.done or fetch.band <= band:
-                return False
-            fetch.band, fetch.order = band, next(self._ticket)
-            self._push(fetch)
-            self._changed.notify_all()
-            return True
+            return self._promote(fetch, band)
+
+    def demand(self, fetch: Fetch) -> bool:
+        """A step needs this fetch: from now on it is on demand; whether that raised its band."""
+        with self._changed:
+            fetch.demanded = True
+            return self._promote(fetch, Band.ON_DEMAND)
 
     def cancel(self, fetches: Iterable[Fetch]) -> None:
         """Take back those of `fetches` that are not done; on return no byte of them is being copied."""
@@ -213,39 +233,51 @@ class FetchQueue:
         """
         opened = self.backend.open_wait()
         with self._changed:
-            self._changed.wait_for(lambda: fetch.done or self._dead)
+            self._changed.wait_for(lambda: fetch.done or fetch.cancelled or self._dead)
             if not fetch.done:
-                reason = self._failure or "the engine is closed"
+                reason = self._failure or ("it was cancelled" if fetch.cancelled else "the engine is closed")
                 raise OutriderError(f"expert {tuple(fetch.key)} could not be copied: {reason}") from self._failure
         self.backend.join(fetch, opened)
 
-    def reset_counters(self) -> None:
-        """Zero the counters."""
+    def reset_counters(self, fetches: Iterable[Fetch]) -> None:
+        """Zero the counters; what `fetches` have brought so far can no longer become waste."""
         with self._changed:
             self.h2d_bytes = dict.fromkeys(Band, 0)
             self.prefetched_bytes = 0
+            for fetch in fetches:
+                fetch.ahead = 0
         self.backend.reset()
 
     def close(self) -> None:
-        """Stop the thread after the chunk under way."""
+        """Stop the thread after the chunk under way; on return nothing reads the store or writes a slot."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        self.backend.close()
 
     def _run(self) -> None:
         try:
             while (fetch := self._next()) is not None:
-                start = fetch.copied
+                start, band, ahead = fetch.copied, fetch.band, not fetch.demanded
                 stop = min(start + self.backend.chunk_nbytes, self.store.layout.record_nbytes)
                 moved = self.backend.copy(self.store, fetch, start, stop)
-                self._account(fetch, start, stop, moved)
+                self._account(fetch, start, stop, moved, band, ahead)
         except (RuntimeError, OSError) as error:  # torch reports device errors as RuntimeError
             self._failure = error
         finally:
             with self._changed:
+                self._failure = self._failure or sys.exception()
                 self._dead = True
                 self._changed.notify_all()
+
+    def _promote(self, fetch: Fetch, band: Band) -> bool:
+        if fetch.done or fetch.band <= band:
+            return False
+        fetch.band, fetch.order = band, next(self._ticket)
+        self._push(fetch)
+        self._changed.notify_all()
+        return True
 
     def _push(self, fetch: Fetch) -> None:
         heapq.heappush(self._heap, (fetch.band, fetch.order, next(self._ticket), fetch))
@@ -263,11 +295,11 @@ class FetchQueue:
                 self._changed.wait()
             return None
 
-    def _account(self, fetch: Fetch, start: int, stop: int, moved: int) -> None:
+    def _account(self, fetch: Fetch, start: int, stop: int, moved: int, band: Band, ahead: bool) -> None:
         with self._changed:
             fetch.copied = stop
-            self.h2d_bytes[fetch.band] += moved
-            if fetch.band is not Band.ON_DEMAND:
+            self.h2d_bytes[band] += moved
+            if ahead:
                 payload = self.store.layout.payload_between(start, stop)
                 fetch.ahead += payload
                 self.prefetched_bytes += payload

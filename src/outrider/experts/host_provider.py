@@ -96,9 +96,9 @@ class HostProvider:
         late = [slot for slot in held if slot not in hits]
         cold = deque(e for e in union if e not in slots.of_expert)
         for slot in late:
-            self.counters.promotions += self._queue.promote(slot.loaded_by, Band.ON_DEMAND)
+            self.counters.promotions += self._queue.demand(slot.loaded_by)
         idle, busy = self._lanes(layer, union, len(cold), step.phase)
-        self._tally(step, layer, hits, late, cold, lanes=len(idle) + len(busy))
+        self._tally(step, layer, hits, late, cold)
 
         lanes, filling = deque(idle), deque[Slot]()
         self._fill(layer, lanes, cold, filling)
@@ -142,9 +142,13 @@ class HostProvider:
 
         An expert that is on its way in a less urgent band is promoted. One for which its layer has no slot to spare
         is dropped and counted.
+
+        Raises: ValueError for a key that the store does not hold.
         """
         fetches = []
         for key in keys:
+            if key not in self.store.expert_nbytes:
+                raise ValueError(f"there is no expert {tuple(key)}")
             slots = self._layers[key.layer]
             if key.expert in slots.of_expert:
                 fetch = slots.of_expert[key.expert].loaded_by
@@ -152,7 +156,7 @@ class HostProvider:
             elif (slot := self._spare(key.layer)) is None:
                 self.counters.dropped_prefetches += 1
             else:
-                fetches.append(self._load(slots, slot, key.expert, priority))
+                fetches.append(self._load(slots, slot, key.expert, priority, demanded=False))
         self._queue.submit(fetches)
         return len(fetches)
 
@@ -162,7 +166,7 @@ class HostProvider:
             (slots, slot, slot.fetch)
             for slots in self._layers.values()
             for slot in slots.slots
-            if slot.fetch and not slot.fetch.done and slot.fetch.band is not Band.ON_DEMAND
+            if slot.fetch and not slot.fetch.done and not slot.fetch.demanded
         ]
         self._queue.cancel(fetch for _, _, fetch in ahead)
         for slots, slot, fetch in ahead:
@@ -175,9 +179,7 @@ class HostProvider:
         waiting = []
         for key in keys:
             slots = self._layers[key.layer]
-            waiting.append(
-                self._load(slots, next(s for s in slots.slots if s.expert is None), key.expert, Band.ON_DEMAND)
-            )
+            waiting.append(self._load(slots, next(s for s in slots.slots if s.expert is None), key.expert))
         self._queue.submit(waiting)
         for fetch in waiting:
             self._queue.wait(fetch)
@@ -229,7 +231,7 @@ class HostProvider:
     def reset_counters(self) -> None:
         """Zero the counters; slots, recency and fetches under way stay."""
         self.counters = ExpertCounters()
-        self._queue.reset_counters()
+        self._queue.reset_counters(s.fetch for slots in self._layers.values() for s in slots.slots if s.fetch)
 
     def reset_cache(self) -> None:
         """Empty all slots and forget recency; the next step starts cold and gives the same tokens."""
@@ -249,13 +251,11 @@ class HostProvider:
     def _resident(self, slot: Slot) -> bool:
         return slot.fetch is not None and self._queue.backend.arrived(slot.fetch)
 
-    def _tally(
-        self, step: _Step, layer: int, hits: list[Slot], late: list[Slot], cold: Sequence[int], lanes: int
-    ) -> None:
+    def _tally(self, step: _Step, layer: int, hits: list[Slot], late: list[Slot], cold: Sequence[int]) -> None:
         step.hits += len(hits)
         step.late += len(late)
         step.misses += len(late) + len(cold)
-        step.overflow += max(0, len(cold) - lanes)
+        step.overflow += max(0, len(hits) + len(late) + len(cold) - len(self._layers[layer].slots))
         absent = [*(slot.expert for slot in late), *cold]
         step.cold_bytes += sum(self.store.expert_nbytes[ExpertKey(layer, e)] for e in absent if e is not None)
 
@@ -294,16 +294,18 @@ class HostProvider:
         taken = [lanes.popleft() for _ in range(count)]
         self._queue.cancel(slot.fetch for slot in taken if slot.fetch)
         slots = self._layers[layer]
-        self._queue.submit([self._load(slots, slot, cold.popleft(), Band.ON_DEMAND) for slot in taken])
+        self._queue.submit([self._load(slots, slot, cold.popleft()) for slot in taken])
         filling += taken
 
-    def _load(self, slots: LayerSlots, slot: Slot, expert: int, band: Band) -> Fetch:
+    def _load(
+        self, slots: LayerSlots, slot: Slot, expert: int, band: Band = Band.ON_DEMAND, demanded: bool = True
+    ) -> Fetch:
         """Give `slot`, into which nothing is being copied, to `expert`; the caller submits the fetch."""
         if slot.expert is not None:
+            self.counters.evictions += slot.loaded_by.done
             self._clear(slots, slot)
-            self.counters.evictions += 1
         fence = self._queue.backend.fence()
-        fetch = Fetch(ExpertKey(slots.layer, expert), slot.record, band, fence)
+        fetch = Fetch(ExpertKey(slots.layer, expert), slot.record, band, demanded, fence)
         slots.assign(slot, expert, fetch)
         return fetch
 
@@ -311,12 +313,12 @@ class HostProvider:
         """Empty `slot`; what was prefetched into it and never used is waste."""
         if slot.fetch and not slot.used:
             self.counters.wasted_prefetch_bytes += slot.fetch.ahead
-            self.counters.cancelled_prefetches += slot.fetch.cancelled and slot.fetch.band is not Band.ON_DEMAND
+            self.counters.cancelled_prefetches += slot.fetch.cancelled and not slot.fetch.demanded
         slots.release(slot)
 
     def _use(self, slot: Slot) -> tuple[int, ExpertWeights]:
         assert slot.expert is not None
-        slot.used = True
         if not self._resident(slot):
             self._queue.wait(slot.loaded_by)
+        slot.used = True
         return slot.expert, slot.weights

@@ -91,7 +91,9 @@ class PinnedStore:
         self.expert_nbytes = source.expert_nbytes
         keys = list(self.expert_nbytes)
         experts = 1 + max(key.expert for key in keys)
-        self._records = {layer: self._pin(experts) for layer in dict.fromkeys(key.layer for key in keys)}
+        self._records: dict[int, Tensor] = {}
+        for layer in dict.fromkeys(key.layer for key in keys):
+            self._pin(layer, experts)
         total = len(keys) * self.layout.record_nbytes
         for done, key in enumerate(keys, start=1):
             source.copy_range(key, 0, self.layout.record_nbytes, self._records[key.layer][key.expert])
@@ -106,13 +108,14 @@ class PinnedStore:
             torch.cuda.cudart().cudaHostUnregister(records.data_ptr())
         self._records.clear()
 
-    def _pin(self, experts: int) -> Tensor:
+    def _pin(self, layer: int, experts: int) -> None:
         # torch's pinned allocator rounds up to a power of two; registering plain memory does not.
         records = torch.empty(experts, self.layout.record_nbytes, dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(records.data_ptr(), records.numel(), 0)
-        if int(status) != 0:
+        status = int(torch.cuda.cudart().cudaHostRegister(records.data_ptr(), records.numel(), 0))
+        if status != 0:
+            self.close()
             raise ConfigError(
-                f"cannot pin {format_bytes(records.numel())} of host memory (CUDA error {int(status)}); "
+                f"cannot pin {format_bytes(records.numel())} of host memory (CUDA error {status}); "
                 "raise the limit of locked memory (ulimit -l), or free some memory"
             )
-        return records
+        self._records[layer] = records

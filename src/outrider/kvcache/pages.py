@@ -17,7 +17,7 @@ class OutOfPages(OutriderError):
 
 
 class PagePool:
-    """`num_pages` pages of `PAGE_SIZE` tokens, lowest index handed out first."""
+    """`num_pages` pages of `PAGE_SIZE` tokens; the page that came back last goes out first."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages

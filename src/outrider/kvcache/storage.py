@@ -19,7 +19,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 class KVStorage:
     """Keys and values [layers][pages * PAGE_SIZE, kv_heads, head_dim] on `device`.
 
-    Zeroed once: what a page holds beyond its sequence is masked by attention but has to be finite.
+    Zeroed at the start, so that a page costs no memory on a CPU until it is used.
     """
 
     def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,11 +39,17 @@ class KVStorage:
         self._keys[layer].index_copy_(0, slots, keys)
         self._values[layer].index_copy_(0, slots, values)
 
-    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of int64 `pages`, each [len(pages) * PAGE_SIZE, kv_heads, head_dim]."""
+    def gather(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of int64 `pages`, each [len(pages) * PAGE_SIZE, kv_heads, head_dim].
+
+        From `length` tokens on they are zero: what earlier owners left there must not reach a weighted sum, where
+        even a weight of zero would pass a NaN on.
+        """
         keys, values = self._keys[layer], self._values[layer]
         by_page = (-1, PAGE_SIZE, *keys.shape[1:])
-        return keys.view(by_page)[pages].flatten(0, 1), values.view(by_page)[pages].flatten(0, 1)
+        keys, values = (t.view(by_page)[pages].flatten(0, 1) for t in (keys, values))
+        keys[length:], values[length:] = 0, 0
+        return keys, values
 
     def padded_pages(self, table: PageTable) -> list[int]:
         """The table's pages, filled up with page 0 to a whole number of attention splits."""

@@ -78,7 +78,7 @@ class Attention:
         kv.write(self.layer, batch.slots, key, value)
         output = query.new_empty(query.shape)
         for span in batch.spans:
-            keys, values = kv.gather(self.layer, span.pages)
+            keys, values = kv.gather(self.layer, span.pages, span.position + span.stop - span.start)
             rows = query[span.start : span.stop]
             output[span.start : span.stop] = attention(rows, keys, values, span.position, self.window, self.sinks)
         return self.o(output.flatten(1))
