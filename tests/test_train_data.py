@@ -51,7 +51,9 @@ def test_transformers_reads_the_shipped_tokenizer() -> None:
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.mask_token == "<|mask|>"
     for text in TEXTS:
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == 0, "text begins with <|endoftext|>"
+        assert tokenizer.decode(ids[1:]) == text
 
 
 def test_the_chat_template_gives_the_training_form() -> None:
@@ -60,11 +62,12 @@ def test_the_chat_template_gives_the_training_form() -> None:
     asked = [{"role": "user", "content": "Add two numbers."}]
     answered = [*asked, {"role": "assistant", "content": "def add(a, b):\n    return a + b\n"}]
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert prompt == "<|user|>Add two numbers.<|end|><|assistant|>"
+    assert prompt == "<|endoftext|><|user|>Add two numbers.<|end|><|assistant|>"
     whole = tokenizer.apply_chat_template(answered, tokenize=False)
     assert whole == prompt + "def add(a, b):\n    return a + b\n<|end|>"
     words = Vocabulary(load_tokenizer(SHIPPED))
-    assert tokenizer(whole)["input_ids"] == words.encode_chat([(asked[0]["content"], answered[1]["content"])])[0]
+    trained = words.encode_chat([(asked[0]["content"], answered[1]["content"])])[0]
+    assert tokenizer(whole, add_special_tokens=False)["input_ids"] == [words.end_of_text, *trained]
 
 
 def test_a_prompt_that_ends_with_a_newline_is_a_prefix_of_its_continuation() -> None:

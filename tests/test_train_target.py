@@ -234,7 +234,7 @@ def test_the_shipped_card_reports_gates_that_hold() -> None:
 
 def test_the_shipped_model_continues_python() -> None:
     model, tokenizer = read_target(SHIPPED), load_tokenizer(SHIPPED)
-    ids = [0, *tokenizer.encode("import os\nimport sys\n\n\ndef main(argv):\n    for name in os.listdir(").ids]
+    ids = tokenizer.encode("import os\nimport sys\n\n\ndef main(argv):\n    for name in os.listdir(").ids
     with torch.no_grad():
         hidden, _ = model(torch.tensor([ids]))
         best = model.logits(hidden[0, -1]).topk(20).indices.tolist()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.engine.memory_plan import Hardware
 
+DEMO_PROMPT = 'class Stack:\n    """A stack."""\n\n    def __init__(self):\n'
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export what it raises for a wrong command line
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Argument(help="Python code to continue.")] = "def fibonacci(n):\n",
+    prompt: Annotated[str, typer.Argument(help="Python code to continue.")] = DEMO_PROMPT,
     expert_slots: Slots = "50%",
     max_tokens: MaxTokens = 128,
     as_json: Json = False,
@@ -234,7 +235,7 @@ app.add_typer(bench, name="bench")
 @bench.command()
 def residency(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def fibonacci(n):\n",
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = DEMO_PROMPT,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
     expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,75%,50%,25%",
     policies: Annotated[str, typer.Option(help="Policies to measure.")] = "decayed-lfu,lru",

@@ -58,7 +58,7 @@ def _use(report: dict[str, Any]) -> str:
     return """
 ## Use
 
-Begin text with `<|endoftext|>`: every training document stands between two of them. The chat form is
+The tokenizer begins text with `<|endoftext|>`: every training document stands between two of them. The chat form is
 `<|user|>description<|end|><|assistant|>function<|end|>`; a few per cent of the training text have it, made from
 functions and their docstrings. Outrider serves the folder as `demo`. Transformers loads it too; without its MXFP4
 kernels pass `quantization_config=Mxfp4Config(dequantize=True)`.

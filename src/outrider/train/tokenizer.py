@@ -2,7 +2,8 @@
 
 Contract: `train_tokenizer` sees training text only. `Vocabulary` encodes any text and decodes it back exactly;
 ordinary text never yields a special token, even where it spells one. `save_tokenizer` writes the files from which
-`AutoTokenizer.from_pretrained(folder)` builds the same tokenizer with the chat template.
+`AutoTokenizer.from_pretrained(folder)` builds the same tokenizer with the chat template; there, and only there, text
+begins with `<|endoftext|>`, as every training document does.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 
 END_OF_TEXT = "<|endoftext|>"
 USER = "<|user|>"
@@ -33,6 +35,7 @@ _PIECES = (
 )
 
 CHAT_TEMPLATE = (
+    "{{- '<|endoftext|>' -}}"
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
     "{%- endfor -%}"
@@ -78,7 +81,8 @@ class Vocabulary:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; no special tokens."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
 
     def encode_chat(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Ids of each (request, answer) in the form that the chat template renders."""
@@ -100,7 +104,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; `context` is the model's limit in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
+    begins = Tokenizer.from_str(tokenizer.to_str())
+    # A document of the training text stands between two of these, so a prompt begins with one.
+    ends = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
+    begins.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[ends])
+    (folder / "tokenizer.json").write_text(begins.to_str(pretty=False), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
