@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from outrider.bench.environment import environment
@@ -116,18 +117,20 @@ def _measure(
 def render(result: ResidencyResult) -> Table:
     """The rows for people."""
     table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title=f"Decoding {result.model}, one sequence, {result.prompt_tokens} + {result.output_tokens} tokens",
-        caption=f"median of {result.repeats} (slowest-fastest); {result.environment['device']}, "
+        caption=f"median of {result.repeats} (slowest-fastest), waited per token; {result.environment['device']}, "
         f"{result.environment['threads']} threads, commit {result.environment['commit']}",
     )
-    for name in ("slots", "policy", "tokens/s", "hit rate", "cold/token", "waited/token", "identical"):
+    for name in ("slots", "policy", "tokens/s", "hit rate", "cold/token", "waited", "identical"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for row in result.rows:
         hit_rate, exposed = row.expert_cache_hit_rate, row.exposed_fetch_seconds_per_token
         table.add_row(
             row.expert_slots,
             row.policy,
-            f"{row.tokens_per_second:.1f} ({row.slowest:.1f}-{row.fastest:.1f})",
+            f"{row.tokens_per_second:.1f} ({row.slowest:.0f}-{row.fastest:.0f})",
             "-" if hit_rate is None else f"{hit_rate:.1%}",
             format_bytes(row.cold_bytes_per_token),
             "-" if exposed is None else f"{1e3 * exposed:.2f} ms",
