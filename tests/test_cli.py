@@ -1,5 +1,6 @@
 """The command line as a user meets it: one JSON object, one sentence, exit codes."""
 
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from outrider import cli
+from outrider.checkpoint.locate import DEMO, locate
+from outrider.engine.tokenizer import Tokenizer
+from outrider.errors import RequestError
 from tiny import tiny_gpt_oss, tiny_qwen3_moe
 
 
@@ -128,3 +132,91 @@ def test_help_reads_without_loading_a_model() -> None:
     done = subprocess.run([sys.executable, "-m", "outrider", "--help"], capture_output=True, text=True, check=True)
     for command in ("demo", "generate", "chat", "inspect", "plan", "synth", "pack", "cache-sim", "bench"):
         assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "--bogus"],
+        ["generate"],
+        ["generate", "demo", "x", "--policy", "mru"],
+        ["generate", "demo", "x", "--max-tokens", "many"],
+        ["fly"],
+        ["bench", "residency", "demo", "--max-tokens", "1"],
+        ["bench", "residency", "demo", "--repeats", "0"],
+        ["bench", "residency", "demo", "--policies", "mru"],
+        ["cache-sim", "nothing.npz", "--fractions", "12"],
+        ["cache-sim", "nothing.npz"],
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_too(outrider: Any, args: list[str]) -> None:
+    code, out, _ = outrider(*args, "--json")
+    assert code == 2 and json.loads(out)["error"] and out.count("\n") == 1
+    code, out, err = outrider(*args)
+    assert code == 2 and out == "" and "error:" in err and "Traceback" not in err
+
+
+def test_chat_keeps_the_history(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("Forget this.\n/reset\nAdd two numbers.\n\nNow three.\n/exit\nunread\n")
+    )
+    code, out, _ = outrider("chat", "demo", "--expert-slots", "50%", "--max-tokens", 12, "--threads", 1, "--json")
+    messages = json.loads(out)["messages"]
+    assert code == 0 and [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert [m["content"] for m in messages[::2]] == ["Add two numbers.", "Now three."]
+    assert all(m["content"] for m in messages[1::2])
+
+
+def test_a_conversation_that_does_not_fit_is_said_and_dropped(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x " * 400 + "\nShort.\n"))
+    args = ["chat", "demo", "--max-context", 64, "--max-tokens", 8, "--threads", 1]
+    code, out, err = outrider(*args, "--json")
+    assert code == 0 and "context holds 64" in err
+    assert [m["content"] for m in json.loads(out)["messages"][::2]] == ["Short."]
+
+
+def test_demo_shows_text_and_table(outrider: Any) -> None:
+    code, out, _ = outrider("demo", "--max-tokens", 24)
+    assert code == 0 and "class Stack" in out and "hit rate" in out and "offloaded" in out
+    code, out, _ = outrider("demo", "--max-tokens", 5, "--json")
+    plain = json.loads(out)["plain"]
+    assert plain["text"] and plain["stats"]["num_offloaded_experts"] == 192
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("[]", "tokenizer"), ('{"model": {"type": "Odd"}}', "tokenizer"), ("not json", "tokenizer")],
+)
+def test_a_broken_tokenizer_is_one_sentence(outrider: Any, folder: Path, content: str, says: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    try:
+        code, out, _ = outrider("generate", folder, "hello", "--max-tokens", 2, "--json")
+    finally:
+        (folder / "tokenizer.json").unlink()
+    assert code == 2 and says in json.loads(out)["error"]
+
+
+def test_prompts_and_conversations_that_cannot_be_encoded() -> None:
+    tokenizer = Tokenizer(DEMO)
+    with pytest.raises(RequestError, match="Unicode at character 1"):
+        tokenizer.encode("a\udc80")
+    tokenizer._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="roles must alternate"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+    tokenizer._tokenizer.chat_template = None
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_plan_from_the_hub_fetches_the_config_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(DEMO)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert locate("some/model", config_only=True) == DEMO
+    assert asked == [["config.json", "generation_config.json"]]
+    locate("some/model")
+    assert "*.safetensors" in asked[-1] and asked[1] == asked[0], "the config is checked before any weight is fetched"

@@ -366,3 +366,178 @@ def check_log(store: FakeStore) -> None:
         else:
             assert start == copied[key], f"{key}: bytes from {start} after {copied[key]} were there"
             copied[key] = stop
+
+
+# --- what a review broke without a test noticing ----------------------------------------------------------------------
+
+
+def stopped_after_one_chunk(store: FakeStore, provider: HostProvider) -> None:
+    """Expert 0, a background prefetch, has one of its three chunks; expert 5, a later one, is being copied."""
+    store.gate.clear()
+    provider.prefetch([ExpertKey(0, 0)], Band.BACKGROUND)
+    assert store.entered.acquire(timeout=5)
+    provider.prefetch([ExpertKey(0, 5)], Band.ROUTE_AHEAD)
+    store.step()
+    assert store.entered.acquire(timeout=5)
+
+
+def test_a_promoted_fetch_keeps_the_bytes_it_has() -> None:
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 4)
+    stopped_after_one_chunk(store, provider)
+    threading.Timer(0.05, store.gate.set).start()
+    run_step(provider, {0: [[0]]})
+    finish_fetches(provider)
+    assert [(start, stop) for key, start, stop in store.log if key.expert == 0] == [(0, 256), (256, 512), (512, 768)]
+    assert [key.expert for key, _, _ in store.log] == [0, 5, 0, 0, 5, 5]
+    seen = provider.snapshot()
+    assert seen.h2d_bytes == {Band.ON_DEMAND: 512, Band.ROUTE_AHEAD: 768, Band.BACKGROUND: 256}
+    assert seen.prefetched_bytes == 256 + PAYLOAD, "one chunk of payload of expert 0, all of expert 5"
+
+
+def test_bytes_count_for_the_band_in_which_they_were_copied() -> None:
+    """The chunk under way when its fetch is promoted was started as background."""
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 4)
+    store.gate.clear()
+    provider.prefetch([ExpertKey(0, 0)], Band.BACKGROUND)
+    assert store.entered.acquire(timeout=5)
+    threading.Timer(0.05, store.gate.set).start()
+    run_step(provider, {0: [[0]]})
+    seen = provider.snapshot()
+    assert seen.h2d_bytes == {Band.ON_DEMAND: 512, Band.ROUTE_AHEAD: 0, Band.BACKGROUND: 256}
+
+
+def test_a_prefetch_is_one_in_any_band() -> None:
+    """An ablation may put prefetches into the on-demand band; they stay prefetches in every count."""
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 2)
+    provider.prefetch([ExpertKey(0, 0), ExpertKey(0, 1)], Band.ON_DEMAND)
+    finish_fetches(provider)
+    run_step(provider, {0: [[2, 3]]})
+    seen = provider.snapshot()
+    assert (seen.prefetched_bytes, seen.wasted_prefetch_bytes) == (2 * PAYLOAD, 2 * PAYLOAD)
+    store.gate.clear()
+    provider.reset_cache()
+    provider.prefetch([ExpertKey(0, 4)], Band.ON_DEMAND)
+    threading.Timer(0.05, store.gate.set).start()
+    assert provider.cancel_prefetches() == 1
+
+
+def test_overflow_is_what_a_union_has_beyond_its_slots() -> None:
+    for warm in ([], [[0, 1]]):
+        provider = make_provider(FakeStore(1, 8), 2)
+        if warm:
+            run_step(provider, {0: warm})
+        run_step(provider, {0: [[0], [1], [2]]})
+        assert provider.snapshot().overflow == 1
+
+
+def test_evictions_are_of_resident_experts() -> None:
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 2)
+    run_step(provider, {0: [[0, 1]]})
+    run_step(provider, {0: [[2, 3]]})
+    assert provider.snapshot().evictions == 2
+    provider.reset_cache()
+    provider.reset_counters()
+    store.gate.clear()
+    provider.prefetch([ExpertKey(0, 0), ExpertKey(0, 1)])
+    threading.Timer(0.05, store.gate.set).start()
+    run_step(provider, {0: [[6, 7]]})
+    assert (provider.snapshot().evictions, provider.snapshot().cancelled_prefetches) == (0, 2)
+
+
+def test_an_expert_on_its_way_is_not_resident() -> None:
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 4)
+    stopped_after_one_chunk(store, provider)
+    assert provider.occupancy_bytes == 0 and provider.resident_keys() == []
+    assert provider.weights_of(ExpertKey(0, 0)) is None
+    store.gate.set()
+    finish_fetches(provider)
+    assert provider.occupancy_bytes == 2 * PAYLOAD
+
+
+def test_a_fetch_cancelled_in_its_last_chunk_is_not_done() -> None:
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 4, chunk=4096)
+    store.gate.clear()
+    provider.prefetch([ExpertKey(0, 0)])
+    assert store.entered.acquire(timeout=5)
+    threading.Timer(0.05, store.gate.set).start()
+    assert provider.cancel_prefetches() == 1
+    assert provider.occupancy_bytes == 0
+    run_step(provider, {0: [[0]]})
+    assert provider.snapshot().misses == 1
+
+
+def test_cancelling_leaves_what_is_done() -> None:
+    provider = make_provider(FakeStore(1, 8), 4)
+    provider.prefetch([ExpertKey(0, 0)])
+    finish_fetches(provider)
+    assert provider.cancel_prefetches() == 0
+    assert provider.resident_keys() == [ExpertKey(0, 0)]
+
+
+def test_a_prefetch_does_not_push_out_another_unused_one() -> None:
+    provider = make_provider(FakeStore(1, 8), 2)
+    assert provider.prefetch([ExpertKey(0, 0), ExpertKey(0, 1)]) == 2
+    finish_fetches(provider)
+    assert provider.prefetch([ExpertKey(0, 2)]) == 0
+    assert {key.expert for key in provider.resident_keys()} == {0, 1}
+
+
+def test_prefill_takes_two_of_decode_s_slots_and_touches_nothing() -> None:
+    """Six of eight slots hold experts that the prompt does not need; it may displace two of them, the least used."""
+    provider = make_provider(FakeStore(1, 16), 8)
+    for expert in range(8):
+        for _ in range(expert + 1):
+            run_step(provider, {0: [[expert]]})
+    run_step(provider, {0: [[e] for e in range(8, 14)]}, phase=Phase.PREFILL)
+    kept = {key.expert for key in provider.resident_keys()}
+    assert {2, 3, 4, 5, 6, 7} <= kept
+    # Had the prompt counted as use, its last experts would now outlive 2.
+    run_step(provider, {0: [[14, 15]]})
+    assert {2, 3, 4, 5, 6, 7} <= {key.expert for key in provider.resident_keys()}
+
+
+def test_an_emptied_cache_has_forgotten_its_recency() -> None:
+    provider = make_provider(FakeStore(1, 8), 2)
+    for _ in range(5):
+        run_step(provider, {0: [[1]]})
+    provider.reset_cache()
+    run_step(provider, {0: [[0]]})
+    run_step(provider, {0: [[1]]})
+    run_step(provider, {0: [[2]]})
+    assert {key.expert for key in provider.resident_keys()} == {1, 2}, "0 and 1 were used once each; 0 longer ago"
+
+
+def test_waste_never_exceeds_what_was_prefetched_since_the_reset() -> None:
+    provider = make_provider(FakeStore(1, 8), 2)
+    provider.prefetch([ExpertKey(0, 0), ExpertKey(0, 1)])
+    finish_fetches(provider)
+    provider.reset_counters()
+    run_step(provider, {0: [[4, 5]]})
+    assert (provider.snapshot().prefetched_bytes, provider.snapshot().wasted_prefetch_bytes) == (0, 0)
+
+
+def test_an_unknown_expert_is_refused_and_harms_nothing() -> None:
+    provider = make_provider(FakeStore(1, 8), 2)
+    for wrong in (ExpertKey(0, 99), ExpertKey(7, 0)):
+        with pytest.raises(ValueError, match="no expert"):
+            provider.prefetch([wrong])
+    run_step(provider, {0: [[0, 1]]})
+
+
+def test_any_failure_of_the_copy_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore(1, 8)
+    provider = make_provider(store, 2)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def broken(*_: object) -> int:
+        raise KeyError("what nobody foresaw")
+
+    store.copy_range = broken  # type: ignore[method-assign]
+    with pytest.raises(OutriderError, match="what nobody foresaw"):
+        run_step(provider, {0: [[0]]})

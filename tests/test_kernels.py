@@ -94,6 +94,24 @@ def test_yarn_keeps_fast_dimensions_and_stretches_slow_ones() -> None:
     assert math.isclose(factor, 0.1 * math.log(32) + 1)
 
 
+def test_yarn_truncates_its_range_to_whole_dimensions_if_asked() -> None:
+    sharp, _ = rope_frequencies(64, 10000.0, Yarn(factor=4, original_positions=1024, truncate=False))
+    whole, _ = rope_frequencies(64, 10000.0, Yarn(factor=4, original_positions=1024, truncate=True))
+    low, high = (64 * math.log(1024 / (turns * 2 * math.pi)) / (2 * math.log(10000.0)) for turns in (32, 1))
+    dims = torch.arange(32)
+    for got, first, last in ((sharp, low, high), (whole, math.floor(low), math.ceil(high))):
+        keep = 1 - ((dims - first) / (last - first)).clamp(0, 1)
+        plain = 10000.0 ** -(dims / 32)
+        torch.testing.assert_close(got, plain / 4 * (1 - keep) + plain * keep, rtol=1e-5, atol=0)
+    assert not torch.equal(sharp, whole)
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([1.0, 5.0, 4.9])
+    for temperature in (1e-6, 1e-40, 1e-300):
+        assert warp(logits, SamplingParams(temperature=temperature)).tolist() == [0, 1, 0]
+
+
 def test_routers() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     mix, ids = top_k_softmax(logits, 2)

@@ -1,9 +1,12 @@
 """Offloading never changes a token: any residency, any policy, any reset, any company in the batch."""
 
 import json
+import random
+import signal
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.config import EngineOptions, parse_slots
 from outrider.engine.build import build_engine
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError, RequestError
+from parity import our_logits
 from test_parity import MAKERS, generate, make_texts
 from tiny import tiny_gpt_oss
 
@@ -136,3 +140,82 @@ def test_generation_config_adds_ends(folder: Path) -> None:
         extra.unlink() if before is None else extra.write_text(before)
     first = free.token_ids.index(end)
     assert ended.token_ids == free.token_ids[: first + 1] and ended.finish_reason == "stop"
+
+
+def test_four_experts_a_token_are_summed_in_rank_order(tmp_path: Path) -> None:
+    """With k = 4 the order of addition shows in the bits; it must not follow who was resident."""
+    tiny_gpt_oss(tmp_path, mxfp4=True, top_k=4)
+    logits = []
+    for slots in ("100%", "4", "75%"):
+        engine = build_engine(str(tmp_path), EngineOptions(parse_slots(slots)))
+        (text,) = make_texts([60], engine.config.vocab_size)
+        logits.append(our_logits(engine, text, chunk=1))
+        logits.append(our_logits(engine, text))
+    assert all(torch.equal(other, logits[0]) for other in logits)
+
+
+def test_what_was_not_observed_is_none(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), probe_copies=False))
+    stats = engine.stats()
+    assert stats.expert_cache_hit_rate is None
+    assert stats.exposed_fetch_seconds is None
+    assert stats.decode_seconds is None
+    assert stats.measured_h2d_bytes_per_second is None
+    probed = build_engine(str(folder), EngineOptions(parse_slots("50%"))).stats()
+    assert probed.measured_h2d_bytes_per_second is not None and probed.measured_h2d_bytes_per_second > 0
+    assert sum(probed.h2d_bytes.values()) == 0 and probed.expert_occupancy_bytes == 0, "the probe left traces"
+
+
+def test_decode_tokens_leave_out_those_of_prefill(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%")))
+    generate(engine, make_texts([5, 9], engine.config.vocab_size), 8)
+    stats = engine.stats()
+    assert (stats.tokens_generated, stats.decode_tokens) == (16, 14)
+    assert (stats.prefill_steps, stats.decode_steps) == (2, 7)
+
+
+def test_ctrl_c_at_any_moment_breaks_nothing(folder: Path) -> None:
+    """Interrupts at random moments, also inside steps: every one arrives, and the tokens stay the same."""
+    engine = build_engine(str(folder), EngineOptions(parse_slots("38%")))
+    texts = make_texts([5, 20], engine.config.vocab_size)
+    expected = generate(engine, texts, 24)
+    rng, arrived = random.Random(0), 0
+    for _ in range(15):
+        sequences = [engine.submit(text, SamplingParams(max_tokens=24, ignore_eos=True)) for text in texts]
+        sent = Timer(rng.uniform(0.0, 0.05), signal.raise_signal, [signal.SIGINT])
+        sent.start()
+        while engine.scheduler.has_work or sent.is_alive():
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                arrived += 1
+        assert [s.output for s in sequences] == expected
+    assert arrived > 0
+
+
+def test_logits_that_are_not_finite_are_an_error(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions())
+    engine.decoder.head[7] = float("nan")
+    with pytest.raises(RequestError, match="NaN"):
+        generate(engine, [[1, 2, 3]], 4)
+
+
+def test_what_a_page_held_before_does_not_matter(folder: Path) -> None:
+    engine = build_engine(str(folder), EngineOptions())
+    expected = generate(engine, [[1, 2, 3]], 8)
+    for layer in range(engine.config.num_layers):
+        engine.kv._keys[layer].fill_(float("nan"))
+        engine.kv._values[layer].fill_(float("nan"))
+    assert generate(engine, [[1, 2, 3]], 8) == expected
+
+
+def test_settings_that_do_not_exist_are_refused_by_name() -> None:
+    for wrong in ({"device": "gpu"}, {"policy": "mru"}, {"dtype": "int8"}, {"threads": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            LLM("demo", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_larger_than_memory_is_refused_with_the_sum(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.build.available_ram", lambda: 100_000)
+    with pytest.raises(ConfigError, match=r"dense weights .* \+ 24 expert slots .* come to"):
+        build_engine(str(folder), EngineOptions())

@@ -5,6 +5,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -32,8 +33,14 @@ def environment() -> dict[str, Any]:
         },
         "commit": os.environ.get("OUTRIDER_COMMIT")
         or _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"),
-        "command": " ".join(["outrider", *sys.argv[1:]]),
+        "command": _command(sys.argv[1:]),
     }
+
+
+def _command(arguments: list[str]) -> str:
+    """The command that measured; where its result was written does not matter to who runs it again."""
+    kept = [a for before, a in zip(["", *arguments], arguments, strict=False) if "--output" not in (before, a)]
+    return shlex.join(["outrider", *kept])
 
 
 def _processor() -> str:
