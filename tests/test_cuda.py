@@ -10,16 +10,9 @@ from outrider.core import Band, ExpertKey
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.experts.store import MappedStore, PinnedStore
-from test_parity import MAKERS, generate, make_texts
+from test_parity import generate, make_texts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-@pytest.fixture(scope="module", params=["gpt_oss-mxfp4", "qwen3_moe"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("tiny")
-    MAKERS[request.param](path)
-    return path
 
 
 def check_slots(engine: Engine) -> int:

@@ -10,19 +10,8 @@ from outrider.config import EngineOptions, SamplingParams, parse_slots
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from parity import Texts, hf_greedy, hf_logits, hf_padded_logits, our_logits
-from tiny import tiny_gpt_oss, tiny_qwen3_moe
+from tiny import MAKERS, tiny_gpt_oss
 
-MAKERS = {
-    "gpt_oss-mxfp4": lambda folder: tiny_gpt_oss(folder, mxfp4=True),
-    "gpt_oss-bf16-tied-sharded": lambda folder: tiny_gpt_oss(folder, mxfp4=False, tied=True, sharded=True),
-    "qwen3_moe": lambda folder: tiny_qwen3_moe(folder, norm_topk_prob=True),
-    "qwen3_moe-dense-layers-f32": lambda folder: tiny_qwen3_moe(
-        folder, dtype="float32", decoder_sparse_step=2, norm_topk_prob=False
-    ),
-    "qwen3_moe-window": lambda folder: tiny_qwen3_moe(
-        folder, mlp_only_layers=[0], use_sliding_window=True, sliding_window=8
-    ),
-}
 Pair = tuple[Engine, torch.nn.Module]
 
 

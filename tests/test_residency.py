@@ -17,17 +17,10 @@ from outrider.config import EngineOptions, parse_slots
 from outrider.engine.build import build_engine
 from outrider.errors import ConfigError, OutriderError, RequestError
 from parity import our_logits
-from test_parity import MAKERS, generate, make_texts
+from test_parity import generate, make_texts
 from tiny import tiny_gpt_oss
 
 SLOTS = ["100%", "50%", "38%", "3"]  # of 8 experts, 2 a token: 25% is the floor of 2, "3" is one slot above it
-
-
-@pytest.fixture(scope="module", params=["gpt_oss-mxfp4", "qwen3_moe"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("tiny")
-    MAKERS[request.param](path)
-    return path
 
 
 def test_tokens_are_the_same_at_any_residency_and_policy(folder: Path) -> None:

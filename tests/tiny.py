@@ -223,3 +223,17 @@ def _quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     logging.enable_progress_bar()
+
+
+MAKERS = {
+    "gpt_oss-mxfp4": lambda folder: tiny_gpt_oss(folder, mxfp4=True),
+    "gpt_oss-bf16-tied-sharded": lambda folder: tiny_gpt_oss(folder, mxfp4=False, tied=True, sharded=True),
+    "qwen3_moe": lambda folder: tiny_qwen3_moe(folder, norm_topk_prob=True),
+    "qwen3_moe-dense-layers-f32": lambda folder: tiny_qwen3_moe(
+        folder, dtype="float32", decoder_sparse_step=2, norm_topk_prob=False
+    ),
+    "qwen3_moe-window": lambda folder: tiny_qwen3_moe(
+        folder, mlp_only_layers=[0], use_sliding_window=True, sliding_window=8
+    ),
+}
+"""What the engine is compared on: folder -> transformers' model."""

@@ -1,5 +1,7 @@
 """Executes one plan: rows into the target, tokens out of it."""
 
+from contextlib import ExitStack
+
 import torch
 
 from outrider.core import ExpertProvider
@@ -26,13 +28,12 @@ class Runner:
 
         If it fails, the sequences are as they were before, and the step can be run again.
         """
-        lengths = [sequence.table.length for sequence in plan.sequences]
-        try:
-            return self._run(plan)
-        except BaseException:
-            for sequence, length in zip(plan.sequences, lengths, strict=True):
-                sequence.table.truncate(length)
-            raise
+        with ExitStack() as undo:
+            for sequence in plan.sequences:
+                undo.callback(sequence.table.truncate, sequence.table.length)
+            result = self._run(plan)
+            undo.pop_all()
+            return result
 
     def _run(self, plan: Plan) -> StepResult:
         batch = self._batch(plan)
