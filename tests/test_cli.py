@@ -52,8 +52,9 @@ def test_generate_prints_one_json_object(outrider: Any, folder: Path) -> None:
 
 
 def test_generate_for_people_shows_tokens_and_the_table(outrider: Any, folder: Path) -> None:
-    code, out, _ = outrider("generate", folder, "--prompt-ids", "1,2,3", "--expert-slots", "50%", "--max-tokens", 4)
-    assert code == 0 and "hit rate" in out and "cold bytes" in out
+    code, out, err = outrider("generate", folder, "--prompt-ids", "1,2,3", "--expert-slots", "50%", "--max-tokens", 4)
+    assert code == 0 and "hit rate" in err and "cold bytes" in err
+    assert len(out.split()) == 4, "standard output holds what was generated and nothing else"
 
 
 @pytest.mark.parametrize(
@@ -177,10 +178,11 @@ def test_a_conversation_that_does_not_fit_is_said_and_dropped(outrider: Any, mon
 
 def test_demo_shows_text_and_table(outrider: Any) -> None:
     code, out, _ = outrider("demo", "--max-tokens", 24)
-    assert code == 0 and "class Stack" in out and "hit rate" in out and "offloaded" in out
+    assert code == 0 and "class Stack" in out and "hit rate" in out and "96 for 192 experts" in out and "yes: " in out
     code, out, _ = outrider("demo", "--max-tokens", 5, "--json")
     plain = json.loads(out)["plain"]
     assert plain["text"] and plain["stats"]["num_offloaded_experts"] == 192
+    assert json.loads(out)["identical"] is True
 
 
 @pytest.mark.parametrize(
@@ -220,3 +222,37 @@ def test_a_plan_from_the_hub_fetches_the_config_only(monkeypatch: pytest.MonkeyP
     assert asked == [["config.json", "generation_config.json"]]
     locate("some/model")
     assert "*.safetensors" in asked[-1] and asked[1] == asked[0], "the config is checked before any weight is fetched"
+
+
+def test_chat_needs_a_model_that_can(outrider: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = outrider("chat", folder, "--json")
+    assert code == 2 and "tokenizer" in json.loads(out)["error"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udc80\n/help\n"))
+    code, out, err = outrider("chat", "demo", "--max-tokens", 4, "--threads", 1)
+    assert code == 0 and "Unicode" in err and "'/help' is no command" in err and "Traceback" not in err
+
+
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "outrider", "inspect", "demo"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_small_things(outrider: Any, tmp_path: Path) -> None:
+    code, out, _ = outrider("--version")
+    assert code == 0 and out.startswith("outrider 0.")
+    assert outrider("plan", "demo", "--json")[0] == 0
+    code, out, _ = outrider("plan", "gpt-oss-20b", "--ram", "8GiB", "--json")
+    assert code == 2 and "--gpu-memory" in json.loads(out)["error"]
+    code, out, _ = outrider("plan", "gpt-oss", "--json")
+    assert code == 2 and "gpt-oss-20b" in json.loads(out)["error"]
+    code, out, _ = outrider("generate", "./nosuch", "x", "--json")
+    assert code == 2 and "neither" in json.loads(out)["error"]
+    code, out, err = outrider("bench", "tables", tmp_path)
+    assert code == 2 and out == "" and "no results" in err

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from outrider.kernels.mxfp4 import pack, unpack
 from outrider.train.evaluate import evaluate, windows
 from outrider.train.export import read_target, start_from, write_target
+from outrider.train.gates import shipped_bytes
 from outrider.train.moe import expert_inputs, grouped_experts, looped_experts, mxfp4_values
 from outrider.train.optim import orthogonalise
 from outrider.train.prepare import Ids, Prepared, Record
@@ -226,6 +227,7 @@ def test_the_shipped_checkpoint_has_the_published_layout() -> None:
 def test_the_shipped_card_reports_gates_that_hold() -> None:
     report = json.loads((SHIPPED / "training.json").read_text())
     gates = report["gates"]
+    assert gates["bytes"] == shipped_bytes(SHIPPED)
     assert gates["bits_per_byte_ok"] and gates["experts_alive"] and gates["bytes_ok"]
     assert len(json.loads((SHIPPED / "heldout.json").read_text())["heldout"]) == 48
     card = (SHIPPED / "README.md").read_text()

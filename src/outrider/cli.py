@@ -3,6 +3,7 @@
 Errors that a user can act on end with one sentence on stderr (or `{"error": sentence}` on stdout) and exit code 2.
 """
 
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outrider import __version__
 from outrider.config import DeviceName, DtypeName, PolicyName, SamplingParams, parse_bytes, parse_slots
 from outrider.console import (
     console,
     converse,
+    errors,
     print_json,
     progress_bars,
     show,
@@ -54,6 +57,19 @@ Threads = Annotated[int | None, typer.Option(help="Compute threads on a CPU; def
 Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Outrider serves Mixture-of-Experts models that do not fit in your GPU."""
+
+
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Argument(help="Python code to continue.")] = DEMO_PROMPT,
@@ -61,12 +77,23 @@ def demo(
     max_tokens: MaxTokens = 128,
     as_json: Json = False,
 ) -> None:
-    """The shipped model writes Python with half of its experts resident; then a table of what the expert cache did."""
+    """The shipped model writes Python with half of its experts resident; then a table of what the expert cache did.
+
+    The same prompt is then completed with all experts resident, to see that not a token differs.
+    """
+    params = SamplingParams(max_tokens=max_tokens)
     with _load("demo", expert_slots=expert_slots, threads=1) as llm:
         if not as_json:
             sys.stdout.write(prompt)
-        report = stream(llm, prompt, SamplingParams(max_tokens=max_tokens), quiet=as_json)
-        _finish(llm, {"plain": report}, as_json)
+        report = stream(llm, prompt, params, quiet=as_json)
+        table = stats_table(llm.stats())
+    with _load("demo", threads=1) as llm:
+        identical = llm.generate(prompt, params)[0].token_ids == report["token_ids"]
+    if as_json:
+        print_json({"plain": report, "identical": identical})
+    else:
+        table.add_row("identical", f"{'yes' if identical else 'NO'}: the tokens with all experts resident")
+        console.print(table)
 
 
 @app.command()
@@ -115,8 +142,12 @@ def chat(
 
     With --json, turns are read from standard input, a line each, and the conversation is printed at the end.
     """
+    from outrider.checkpoint import locate
+    from outrider.engine.tokenizer import Tokenizer
+
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
     options = {"policy": policy, "device": device, "dtype": dtype, "threads": threads, "max_context": max_context}
+    Tokenizer(locate(model)).check_chat()
     with _load(model, expert_slots=expert_slots, **options) as llm:
         history = converse(llm, params, quiet=as_json)
         if as_json:
@@ -141,7 +172,9 @@ def plan(
         str | None, typer.Option(help="Host memory that may be pinned: 64GiB. The rest stays on disk.")
     ] = None,
     expert_slots: Annotated[str | None, typer.Option(help="Plan for these slots instead of as many as fit.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of KV a sequence.")] = 4096,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of KV a sequence; default: the model's, at most 4096.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(help="Sequences that run at once.")] = 1,
     hit_rate: Annotated[float | None, typer.Option(help="Expert cache hit rate; default: the resident share.")] = None,
     hardware: Annotated[str, typer.Option(help="Preset of bandwidths, such as h200 or rtx4090.")] = "h200",
@@ -155,9 +188,13 @@ def plan(
     from outrider.checkpoint.presets import PRESETS, load_config
     from outrider.engine.memory_plan import make_plan, render
 
-    is_local = model in PRESETS or Path(model).is_file()
+    if ram and not gpu_memory and not expert_slots:
+        raise ConfigError(
+            "--ram bounds the experts that the device has no slot for; give --gpu-memory or --expert-slots"
+        )
+    by_name = model in PRESETS or Path(model).is_file() or ("/" not in model and model != "demo")
     made = make_plan(
-        load_config(model if is_local else locate(model, config_only=True)),
+        load_config(model if by_name else locate(model, config_only=True)),
         gpu_memory=parse_bytes(gpu_memory) if gpu_memory else None,
         ram=parse_bytes(ram) if ram else None,
         context=context,
@@ -208,6 +245,9 @@ def cache_sim(
     trace: Annotated[Path, typer.Argument(help="Recorded routing: .npz, .jsonl, .csv or .csv.gz.")],
     fractions: Annotated[str, typer.Option(help="Shares of each layer's experts that have a slot.")] = "25%,50%,75%",
     tokens: Annotated[int, typer.Option(help="Replay at most this many tokens, longest runs first; 0: all.")] = 4000,
+    warmup: Annotated[
+        int, typer.Option(help="Tokens at the start of each run that are replayed but not counted.")
+    ] = 32,
     keep_cache: Annotated[bool, typer.Option(help="Do not empty the cache between runs.")] = False,
     num_experts: Annotated[int | None, typer.Option(help="Experts a layer, where the trace does not say.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves to this PNG.")] = None,
@@ -221,10 +261,16 @@ def cache_sim(
     recorded = read_trace(trace, num_experts)
     with progress_bars(unit="tokens") as progress:
         result = sim.simulate(
-            recorded, shares, max_tokens=tokens or None, keep_cache=keep_cache, progress=partial(progress, "replaying")
+            recorded,
+            shares,
+            warmup=warmup,
+            max_tokens=tokens or None,
+            keep_cache=keep_cache,
+            progress=partial(progress, "replaying"),
         )
     if plot is not None:
         sim.plot(result, plot)
+        errors.print(f"wrote {plot}")
     show(result, sim.render, as_json)
 
 
@@ -290,7 +336,7 @@ def _finish(llm: "LLM", report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(report)
     else:
-        console.print(stats_table(llm.stats()))
+        errors.print(stats_table(llm.stats()))
 
 
 def _hardware(name: str, hbm: str | None, h2d: str | None, disk: str | None) -> "Hardware":
@@ -307,7 +353,7 @@ def _hardware(name: str, hbm: str | None, h2d: str | None, disk: str | None) -> 
 
 
 def _share(text: str) -> float:
-    fraction = parse_slots(text).fraction
+    fraction = parse_slots(text).fraction if text.strip().endswith("%") else None
     if fraction is None:
         raise ConfigError(f"--fractions takes shares such as 25%,50%, not '{text}'")
     return fraction
@@ -337,7 +383,12 @@ def main() -> None:
         show_error(str(error), as_json)
         sys.exit(2)
     except UsageError as error:
-        show_error(f"{error.format_message().rstrip('.')}; see --help", as_json)
+        if message := error.format_message():  # a bare `outrider` has shown its help already
+            show_error(f"{message.rstrip('.')}; see --help", as_json)
+        sys.exit(2)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered cannot be written either
+        show_error(f"the output cannot be written: {error.strerror}", as_json=False)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)

@@ -74,7 +74,7 @@ def progress_bars(unit: str = "bytes") -> Iterator[Report]:
     """A `core.Progress` that draws a bar for each kind of work; bytes are shown with their rate."""
     speed = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
     columns = (TextColumn("{task.description}"), BarColumn(), *speed, TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as bars:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:
@@ -102,7 +102,7 @@ def stream(llm: "LLM", prompt: str | list[int], params: SamplingParams, quiet: b
         "text": "".join(chunk.text for chunk in chunks) if is_text else None,
         "finish_reason": chunks[-1].finish_reason,
         "tokens_per_second": decode_rate(stats),
-        "mean_acceptance_length": 1.0,
+        "mean_acceptance_length": stats.decode_tokens / stats.decode_steps if stats.decode_steps else None,
         "stats": stats.to_dict(),
     }
 
@@ -112,7 +112,7 @@ def converse(llm: "LLM", params: SamplingParams, quiet: bool = False) -> list[di
     history: list[dict[str, str]] = []
     while True:
         try:
-            line = (input() if quiet else console.input("[bold]> [/]")).strip()
+            line = (console.input("[bold]> [/]") if sys.stdin.isatty() and not quiet else input()).strip()
         except (EOFError, KeyboardInterrupt):
             return history
         if line == "/exit":
@@ -121,12 +121,14 @@ def converse(llm: "LLM", params: SamplingParams, quiet: bool = False) -> list[di
             history.clear()
         elif line == "/stats":
             errors.print(stats_table(llm.stats()))
+        elif line.startswith("/"):
+            show_error(f"'{line}' is no command; there are /stats, /reset and /exit", as_json=False)
         elif line:
             _answer(llm, history, line, params, quiet)
 
 
 def _answer(llm: "LLM", history: list[dict[str, str]], line: str, params: SamplingParams, quiet: bool) -> None:
-    """One turn; it enters `history` only when it was answered (an interrupted answer counts as far as it came)."""
+    """One turn; it enters `history` as far as it was answered, and not at all if it was broken off before."""
     question = {"role": "user", "content": line}
     pieces: list[str] = []
     try:
@@ -142,7 +144,8 @@ def _answer(llm: "LLM", history: list[dict[str, str]], line: str, params: Sampli
         pass
     if not quiet:
         sys.stdout.write("\n")
-    history += [question, {"role": "assistant", "content": "".join(pieces)}]
+    if pieces:
+        history += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def decode_rate(stats: Stats) -> float | None:
@@ -161,7 +164,8 @@ def stats_table(stats: Stats) -> Table:
 
     rate, hit_rate = decode_rate(stats), stats.expert_cache_hit_rate
     row("decode speed", "-" if rate is None else f"{rate:.1f} tokens/s over {stats.decode_steps} steps")
-    row("experts offloaded", f"{stats.num_offloaded_experts}, with {stats.expert_slots_total} slots")
+    home = f"for {stats.num_offloaded_experts} experts in host memory or on disk"
+    row("slots", f"{stats.expert_slots_total} {home if stats.num_offloaded_experts else 'hold all experts'}")
     row("resident bytes", format_bytes(stats.expert_occupancy_bytes))
     hits = f"{stats.expert_hits} of {stats.expert_accesses} accesses"
     row("hit rate", "-" if hit_rate is None else f"{hit_rate:.1%} ({hits})")

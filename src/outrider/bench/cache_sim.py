@@ -315,7 +315,9 @@ def plot(result: CacheSimResult, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib; install it with: pip install 'outrider[plot]'") from error
+        raise ConfigError(
+            "a plot needs matplotlib, which is not installed; install it with: pip install matplotlib"
+        ) from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     styles = {"belady": ("black", "--"), "belady-bypass": ("gray", ":")}

@@ -130,7 +130,7 @@ def render(result: ResidencyResult) -> Table:
         table.add_row(
             row.expert_slots,
             row.policy,
-            f"{row.tokens_per_second:.1f} ({row.slowest:.0f}-{row.fastest:.0f})",
+            f"{row.tokens_per_second:.1f} ({row.slowest:.1f}-{row.fastest:.1f})",
             "-" if hit_rate is None else f"{hit_rate:.1%}",
             format_bytes(row.cold_bytes_per_token),
             "-" if exposed is None else f"{1e3 * exposed:.2f} ms",

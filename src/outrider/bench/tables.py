@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import format_bytes
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 
 PREFACE = """# Benchmarks
 
@@ -14,18 +14,25 @@ Rendered by `outrider bench tables benchmarks/results > BENCHMARKS.md`; a test k
 What is shown: decoding of one sequence, greedy, with fewer and fewer experts resident, by the host-driven provider
 (Python chooses victims, a thread copies). Tokens are compared with those of the first row. What is not shown yet:
 captured graphs, speculation, concurrency, other engines. Models named after a config are synthetic: true shapes and
-bytes, random weights, so routing is nearly uniform and hit rates are lower than real text gives. "waited" is what a
-decoded token waited for expert bytes, prefill included.
+bytes, random weights (`outrider synth gpt-oss-20b FOLDER --layers 4`), so routing is nearly uniform and hit rates are
+lower than real text gives.
+
+"waited" is the time that compute waited for expert bytes, those of prefill included, per decoded token. "copy path" is
+the probe at start, on the engine's own copy thread; DMA from pinned memory reaches 55 GB/s on an H200, so a third of
+the limit is used at best. On the GPU a step takes long even with nothing to fetch: Python's launches bound it.
 """
 
 
 def markdown(results: Path) -> str:
     """All residency results below `results`, one section a file.
 
-    Raises: CheckpointError naming a file that is not such a result.
+    Raises: ConfigError if there are none, CheckpointError naming a file that is not such a result.
     """
     sections = [PREFACE]
-    for path in sorted(results.glob("*/residency-*.json")):
+    paths = sorted(results.glob("*/residency-*.json"))
+    if not paths:
+        raise ConfigError(f"there are no results (DEVICE/residency-*.json) below {results}")
+    for path in paths:
         try:
             sections.append(_section(path.stem.removeprefix("residency-"), json.loads(path.read_text())))
         except (KeyError, TypeError, ValueError) as error:

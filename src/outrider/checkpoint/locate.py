@@ -7,7 +7,7 @@ from outrider.checkpoint.hf_config import read_config
 from outrider.errors import CheckpointError
 
 DEMO = Path(__file__).parent.parent / "demo" / "target"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CONFIG = ["config.json", "generation_config.json"]
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 

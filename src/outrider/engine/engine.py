@@ -60,9 +60,10 @@ class Engine:
         total = len(prompt) + params.max_tokens
         room = min(self.max_context, self.kv.pool.num_pages * PAGE_SIZE)
         if total > room:
+            advice = ", lower max_tokens or raise the context" if room < self.config.max_positions else " or max_tokens"
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, with max_tokens {params.max_tokens} that is {total}; "
-                f"the context holds {room}: shorten the prompt, lower max_tokens or raise the context"
+                f"the context holds {room}: shorten the prompt{advice}"
             )
         return prompt
 

@@ -24,6 +24,7 @@ Place = Literal["GPU", "pinned RAM", "disk"]
 Dtype = Literal["bfloat16", "float32"]
 RUNTIME_NBYTES = 768 * 2**20
 """Assumed size of the CUDA context, kernels, library workspaces and captured graphs."""
+DEFAULT_CONTEXT = 4096
 PREFILL_ROWS = 512
 """Rows of the largest step that working space is counted for."""
 
@@ -131,7 +132,7 @@ def make_plan(
     *,
     gpu_memory: int | None = None,
     ram: int | None = None,
-    context: int = 4096,
+    context: int | None = None,
     concurrency: int = 1,
     hardware: Hardware = HARDWARE["h200"],
     dtype: Dtype = "bfloat16",
@@ -142,13 +143,15 @@ def make_plan(
 
     Args:
         gpu_memory, ram: limits in bytes; None is no limit. Slots take what `gpu_memory` leaves after the rest.
-        context, concurrency: KV is counted for `concurrency` sequences of `context` tokens.
+        context, concurrency: KV is counted for `concurrency` sequences of `context` tokens (None: what the model was
+            made for, at most 4096).
         dtype: of dense weights and KV on the device; experts stay as they are stored.
         hit_rate: of the expert cache, 0 to 1; None takes the resident fraction.
         expert_slots: slots to plan for instead of as many as fit.
 
     Raises: ConfigError if a value is out of range, or if not even the floor of slots fits, with every term of the sum.
     """
+    context = min(config.max_positions, DEFAULT_CONTEXT) if context is None else context
     _check_arguments(config, context, concurrency, hit_rate)
     record = ExpertLayout.of(expert_parts(config)).record_nbytes
     fixed = _fixed_lines(config, context, concurrency, dtype)
@@ -190,7 +193,7 @@ def make_plan(
         bounds=bounds,
         model=_model(config, len(slots), record, rate, hit_rate is not None, cold),
         assumptions=_assumptions(config, context, dtype, from_disk),
-        verdict=_verdict(config, slots, bounds, from_disk),
+        verdict=_verdict(config, slots, bounds, from_disk, hardware.name),
     )
 
 
@@ -330,16 +333,18 @@ def _assumptions(config: ModelConfig, context: int, dtype: Dtype, from_disk: flo
     return tuple(texts)
 
 
-def _verdict(config: ModelConfig, slots: dict[int, int], bounds: Iterable[Bound], from_disk: float) -> str:
+def _verdict(config: ModelConfig, slots: dict[int, int], bounds: Iterable[Bound], from_disk: float, name: str) -> str:
     speed = {bound.name: bound.tokens_per_second for bound in bounds}
     if all(count == config.num_experts for count in slots.values()):
-        return f"All experts fit: at most {_speed(speed['HBM'])} for one sequence, the limit of device memory."
+        return (
+            f"All experts fit: at most {_speed(speed['HBM'])} for one sequence on {name}, the limit of device memory."
+        )
     resident = f"{_range(slots)} of {config.num_experts} experts a layer are resident"
-    tightest = min(("HBM", "PCIe", "disk"), key=lambda name: speed.get(name, float("inf")))
+    tightest = min(("HBM", "PCIe", "disk"), key=lambda limit: speed.get(limit, float("inf")))
     if tightest == "HBM":
-        return f"{resident}: at most {_speed(speed['HBM'])} for one sequence, the limit of device memory."
+        return f"{resident}: at most {_speed(speed['HBM'])} for one sequence on {name}, the limit of device memory."
     return (
-        f"{resident}{', some of the others only on disk' if from_disk else ''}: one sequence gets at most "
+        f"{resident}{', some of the others only on disk' if from_disk else ''}: on {name} one sequence gets at most "
         f"{_speed(speed['no overlap'])} without overlap and {_speed(speed['perfect overlap'])} with perfect overlap, "
         f"limited by {tightest}."
     )

@@ -1,5 +1,6 @@
 """Text to token ids and back, through transformers' tokenizers; ids alone work without one."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,7 @@ class Tokenizer:
 
         Raises: RequestError if the text is not valid Unicode (a lone surrogate, say).
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode at character {error.start}") from error
-        return list(self._tokenizer.encode(text))
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
@@ -42,19 +39,30 @@ class Tokenizer:
 
         Raises: RequestError if the tokenizer has no chat template, or it refuses these messages.
         """
-        if not self._tokenizer.chat_template:
-            raise RequestError(f"the tokenizer in {self._folder} has no chat template; use 'generate' instead")
+        self.check_chat()
         try:
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise RequestError(f"the chat template of {self._folder} refuses this conversation: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text, add_special_tokens=False)
+
+    def check_chat(self) -> None:
+        """Raises: RequestError if conversations cannot be encoded at all."""
+        if not self._tokenizer.chat_template:
+            raise RequestError(f"the tokenizer in {self._folder} has no chat template; use 'generate' instead")
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode at character {error.start}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     @property
     def _tokenizer(self) -> Any:
         if self._loaded is None:
             if not any((self._folder / file).exists() for file in _FILES):
-                raise RequestError(f"{self._folder} has no tokenizer; give --prompt-ids instead of text")
+                raise RequestError(f"{self._folder} has no tokenizer; give token ids (--prompt-ids) instead of text")
             # transformers takes a second to import and is needed for text only.
             from transformers import AutoTokenizer
 
@@ -65,6 +73,7 @@ class Tokenizer:
                 raise RequestError(
                     f"{self._folder} has no usable tokenizer ({reason}); give --prompt-ids instead"
                 ) from error
+            self._loaded.model_max_length = sys.maxsize  # the engine checks lengths, in one sentence
         return self._loaded
 
 

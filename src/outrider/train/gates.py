@@ -85,12 +85,19 @@ def finish(
     return report
 
 
+def shipped_bytes(folder: Path) -> int:
+    """Bytes of the weights and the tokenizer's files."""
+    return sum(
+        p.stat().st_size for p in folder.iterdir() if p.name.startswith(("model.", "tokenizer", "chat_template"))
+    )
+
+
 def gates(before: float, after: dict[str, Any], ready: Prepared, folder: Path) -> dict[str, Any]:
     """The figures that must hold, and whether they do; `before` and `after` MXFP4, in bits per byte."""
     record = ready.record
     xz = 8 * record.xz_bytes / record.heldout_bytes
     smallest = min(layer["smallest_share"] for layer in after["routing"])
-    size = sum(p.stat().st_size for p in folder.iterdir() if p.name.startswith(("model.", "tokenizer")))
+    size = shipped_bytes(folder)
     limit = (1 - BETTER_THAN_XZ) * xz
     return {
         "xz_bits_per_byte": xz,
