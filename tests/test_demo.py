@@ -69,6 +69,16 @@ def test_streamed_text_equals_decoded_text(llm: LLM) -> None:
         assert [c.finish_reason for c in chunks] == [None] * 59 + ["length"]
 
 
+def test_the_text_of_a_stop_token_is_not_shown(llm: LLM) -> None:
+    free = llm.generate(PROMPTS[2], SamplingParams(max_tokens=20))[0].token_ids
+    params = SamplingParams(max_tokens=20, stop_token_ids=(free[9],))
+    (whole,) = llm.generate(PROMPTS[2], params)
+    first = free.index(free[9])
+    assert whole.token_ids == free[: first + 1] and whole.finish_reason == "stop"
+    assert whole.text == llm.tokenizer.decode(free[:first])
+    assert "".join(c.text for c in llm.stream(PROMPTS[2], params)) == whole.text
+
+
 def test_chat_uses_the_template_and_stops_at_its_end(llm: LLM) -> None:
     chunks = list(
         llm.chat([{"role": "user", "content": "Return the sum of two numbers."}], SamplingParams(max_tokens=200))

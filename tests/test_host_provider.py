@@ -205,6 +205,7 @@ def test_waste_is_what_was_prefetched_and_never_used() -> None:
     assert provider.snapshot().wasted_prefetch_bytes == PAYLOAD
     run_step(provider, {0: [[4, 5]]})
     assert provider.snapshot().wasted_prefetch_bytes == PAYLOAD
+    assert provider.snapshot().cancelled_prefetches == 0, "both had arrived"
 
 
 def test_prefetch_never_takes_the_running_layer_s_experts_nor_another_prefetch() -> None:
@@ -494,10 +495,10 @@ def test_prefill_takes_two_of_decode_s_slots_and_touches_nothing() -> None:
     for expert in range(8):
         for _ in range(expert + 1):
             run_step(provider, {0: [[expert]]})
-    run_step(provider, {0: [[e] for e in range(8, 14)]}, phase=Phase.PREFILL)
+    run_step(provider, {0: [[e] for e in [8, 9, 10, 11] + [12, 13] * 20]}, phase=Phase.PREFILL)
     kept = {key.expert for key in provider.resident_keys()}
     assert {2, 3, 4, 5, 6, 7} <= kept
-    # Had the prompt counted as use, its last experts would now outlive 2.
+    # Had the prompt counted as use, its 12 and 13, which came last and 20 times each, would now outlive 2.
     run_step(provider, {0: [[14, 15]]})
     assert {2, 3, 4, 5, 6, 7} <= {key.expert for key in provider.resident_keys()}
 
@@ -505,7 +506,7 @@ def test_prefill_takes_two_of_decode_s_slots_and_touches_nothing() -> None:
 def test_an_emptied_cache_has_forgotten_its_recency() -> None:
     provider = make_provider(FakeStore(1, 8), 2)
     for _ in range(5):
-        run_step(provider, {0: [[1]]})
+        run_step(provider, {0: [[0]]})
     provider.reset_cache()
     run_step(provider, {0: [[0]]})
     run_step(provider, {0: [[1]]})

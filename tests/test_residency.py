@@ -186,6 +186,31 @@ def test_ctrl_c_at_any_moment_breaks_nothing(folder: Path) -> None:
     assert arrived > 0
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_inside_a_step_waits_for_its_end_unless_pressed_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, presses: int
+) -> None:
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%")))
+    (expected,) = generate(engine, [[1, 2, 3]], 6)
+    sequence = engine.submit([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    resolve, calls = engine.provider.resolve, count()
+
+    def press(layer: int, expert_ids: torch.Tensor) -> Iterator[Any]:
+        if next(calls) == 0:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        yield from resolve(layer, expert_ids)
+
+    monkeypatch.setattr(engine.provider, "resolve", press)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert sequence.output == (expected[:1] if presses == 1 else [])
+    while engine.step():
+        pass
+    assert sequence.output == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_logits_that_are_not_finite_are_an_error(folder: Path) -> None:
     engine = build_engine(str(folder), EngineOptions())
     engine.decoder.head[7] = float("nan")
