@@ -516,7 +516,6 @@ def test_the_table_says_what_was_replayed() -> None:
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     result = simulate(make_trace([0, 0, 1, 2, 0]), [0.75, 0.25, 0.5], warmup=0)
     plot(result, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider import cli
 from outrider.checkpoint.locate import DEMO, locate
@@ -77,9 +78,10 @@ def test_generate_for_people_shows_tokens_and_the_table(outrider: Any, folder: P
         (["--prompt-ids", "1", "--device", "cuda"], "cuda"),
     ],
 )
-def test_what_cannot_be_served_is_one_sentence(outrider: Any, folder: Path, args: list[str], says: str) -> None:
-    if says == "cuda" and __import__("torch").cuda.is_available():
-        pytest.skip("there is a GPU here")
+def test_what_cannot_be_served_is_one_sentence(
+    outrider: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out, _ = outrider("generate", folder, *args, "--json")
     sentence = json.loads(out)["error"]
     assert code == 2 and says in sentence and "\n" not in sentence

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import transformers
 
 from outrider.errors import ConfigError
 from outrider.train.corpus import build_corpus, chat_pairs, heldout_documents, is_heldout, is_module
@@ -44,7 +45,6 @@ def test_the_shipped_tokenizer_round_trips_every_text() -> None:
 
 
 def test_transformers_reads_the_shipped_tokenizer() -> None:
-    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
     assert len(tokenizer) == 4096
     assert [tokenizer.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS] == list(range(6))
@@ -57,7 +57,6 @@ def test_transformers_reads_the_shipped_tokenizer() -> None:
 
 
 def test_the_chat_template_gives_the_training_form() -> None:
-    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
     asked = [{"role": "user", "content": "Add two numbers."}]
     answered = [*asked, {"role": "assistant", "content": "def add(a, b):\n    return a + b\n"}]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 
 from outrider.kernels.mxfp4 import pack, unpack
@@ -134,7 +135,6 @@ def test_orthogonalise_flattens_singular_values() -> None:
 
 
 def test_export_gives_transformers_the_same_logits(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     model = make()
     write_target(model, tmp_path, 0, [0, 4])
     own = read_target(tmp_path)

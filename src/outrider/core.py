@@ -60,19 +60,15 @@ class ExpertProvider(Protocol):
 
     def begin_step(self, phase: Phase) -> None:
         """Start a step; pending counts of an uncommitted step are dropped."""
-        ...
 
     def resolve(self, layer: int, expert_ids: "Tensor") -> Iterator[tuple[int, ExpertWeights]]:
         """Yield each expert of the union of `expert_ids` (int64 [rows, k]) once, resident ones first.
 
         The weights of an expert stay valid until the next one is asked for.
         """
-        ...
 
     def commit(self, kept_rows: Sequence[int]) -> None:
         """End the step: only `kept_rows` (indices into `expert_ids`) refresh the cache's recency."""
-        ...
 
     def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> int:
         """Queue fetches of absent experts; returns how many were queued."""
-        ...

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -30,9 +31,9 @@ class Checkpoint:
         """Tensor `name`, a view of the mapped file in its stored dtype."""
         return self.shards.tensor(name)
 
-    def dense_names(self) -> list[str]:
-        """Names of all tensors that are not an expert's."""
-        return list(FAMILIES[self.config.family].dense_tensors(self.config))
+    def dense_elements(self) -> int:
+        """Elements of all tensors that are not an expert's."""
+        return sum(prod(shape) for shape in FAMILIES[self.config.family].dense_tensors(self.config).values())
 
     def expert_part(self, key: ExpertKey, part: str) -> Tensor:
         """One part of one expert, a view of the mapped file in its stored dtype."""

@@ -19,19 +19,15 @@ class Family(Protocol):
 
     def parse(self, fields: Fields) -> ModelConfig:
         """The checked config."""
-        ...
 
     def dense_tensors(self, config: ModelConfig) -> Shapes:
         """Name -> shape of every tensor that is not an expert's."""
-        ...
 
     def expert_parts(self, config: ModelConfig, dtype: str) -> tuple[ExpertPart, ...]:
         """The stored tensors of one expert."""
-        ...
 
     def expert_tensor(self, key: ExpertKey, part: str) -> tuple[str, int | None]:
         """(tensor name, index into its first axis or None) of one part of an expert."""
-        ...
 
 
 FAMILIES: dict[str, Family] = {"gpt_oss": gpt_oss, "qwen3_moe": qwen3_moe}

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from itertools import islice
-from math import prod
 from pathlib import Path
 
 import torch
@@ -67,20 +66,16 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
 
 
 class _DenseLoader:
-    """Reads dense tensors into the engine's dtype and device, with progress in checkpoint bytes."""
+    """Reads dense tensors into the engine's dtype and device, with progress in the bytes that they take there."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
         self._checkpoint, self._device, self._dtype, self._progress = checkpoint, device, dtype, progress
-        experts = len(list(checkpoint.expert_keys())) * MappedStore(checkpoint).layout.payload_nbytes
-        files = {checkpoint.shards.path(name) for name in checkpoint.shards.names}
-        self._total = max(1, sum(file.stat().st_size for file in files) - experts)
-        self._done = 0
+        self._done, self._total = 0, checkpoint.dense_elements() * dtype.itemsize
 
     def __call__(self, name: str) -> Tensor:
-        stored = self._checkpoint.dense(name)
-        self._done = min(self._total, self._done + stored.nbytes)
         # `copy`: a view would keep the weights in page cache, where the kernel may drop them between two steps.
-        weight = stored.to(device=self._device, dtype=self._dtype, copy=True)
+        weight = self._checkpoint.dense(name).to(device=self._device, dtype=self._dtype, copy=True)
+        self._done += weight.nbytes
         self._progress("loading dense weights", self._done, self._total)
         return weight
 
@@ -123,7 +118,7 @@ def _check_memory(
     Raises: ConfigError with every term of the sum.
     """
     config = checkpoint.config
-    dense = sum(prod(checkpoint.shards.shape(name)) for name in checkpoint.dense_names()) * dtype.itemsize
+    dense = checkpoint.dense_elements() * dtype.itemsize
     terms = {"dense weights": dense, f"{slots} expert slots": slots * store.layout.record_nbytes}
     if device.type == "cuda":
         terms[f"KV of {kv_tokens} tokens"] = kv_tokens * kv_bytes_per_token(config, dtype)

@@ -49,35 +49,27 @@ class CopyBackend(Protocol):
 
     def fence(self) -> Any:
         """A mark of all compute issued so far; a slot must not be overwritten before it has passed."""
-        ...
 
     def copy(self, store: ExpertStore, fetch: Fetch, start: int, stop: int) -> int:
         """Copy one chunk; returns bytes moved. Sets `fetch.ready` to what `arrived` and `join` need."""
-        ...
 
     def arrived(self, fetch: Fetch) -> bool:
         """Whether the bytes of a done fetch are all there."""
-        ...
 
     def open_wait(self) -> Any:
         """The compute side is about to wait for a fetch."""
-        ...
 
     def join(self, fetch: Fetch, opened: Any) -> None:
         """Make later compute see the bytes of a done fetch."""
-        ...
 
     def exposed_seconds(self) -> float:
         """Time that compute has waited between `open_wait` and `join` since the last `reset`."""
-        ...
 
     def reset(self) -> None:
         """Forget the time waited."""
-        ...
 
     def close(self) -> None:
         """Wait for chunks that are still under way."""
-        ...
 
 
 class HostBackend:

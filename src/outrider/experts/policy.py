@@ -16,15 +16,12 @@ class CachePolicy(Protocol):
 
     def touch(self, rows_of_expert: Mapping[int, int]) -> None:
         """One committed step used each expert in that many kept rows (>= 1)."""
-        ...
 
     def order(self, candidates: Iterable[tuple[int, int]]) -> list[int]:
         """Slots of (slot, expert) candidates, the one to evict first in front."""
-        ...
 
     def reset(self) -> None:
         """Forget everything."""
-        ...
 
 
 class LRU:

@@ -27,15 +27,12 @@ class ExpertStore(Protocol):
     @property
     def expert_nbytes(self) -> Mapping[ExpertKey, int]:
         """Exact stored payload bytes of every expert."""
-        ...
 
     def copy_range(self, key: ExpertKey, start: int, stop: int, record: Tensor) -> int:
         """Copy bytes [start, stop) of an expert's record into `record` (uint8 [record_nbytes]); bytes moved."""
-        ...
 
     def close(self) -> None:
         """Give back what the store holds; no fetch may be under way."""
-        ...
 
 
 class MappedStore:
