@@ -19,6 +19,8 @@ LEVELS = {
     "kvcache": 2,
     "models": 2,
     "scheduler": 3,
+    "spec": 3,
+    "route_ahead": 3,
     "engine": 4,
     "bench": 5,
     "train": 5,
@@ -34,6 +36,8 @@ FORBIDDEN = {
     ("checkpoint", "experts"),
     ("scheduler", "experts"),
     ("scheduler", "models"),
+    ("spec", "experts"),
+    ("spec", "route_ahead"),  # it emits to an injected sink
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -66,6 +66,50 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class DraftConfig:
+    """One DFlash drafter (arXiv 2602.06036) for a target of `target_layers` layers.
+
+    tap_layers: target layers whose output (residual stream, before any final norm) the drafter reads, in this order.
+    windows, causal: a draft layer's sliding window (None: full attention) and whether a block row sees only the
+        block rows up to itself.
+    draft_vocab_size: `vocab_size` (the target's) unless the drafter has a head of its own over fewer tokens.
+    sample_from_anchor: block row k predicts the token after its position (there are `block_size` drafts) instead of
+        the one at it (row 0 predicts nothing, `block_size` - 1 drafts).
+    """
+
+    block_size: int
+    mask_token_id: int
+    tap_layers: tuple[int, ...]
+    target_layers: int
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    rms_norm_eps: float
+    rope_theta: float
+    dtype: str
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    attention_bias: bool = False
+    sample_from_anchor: bool = False
+    yarn: Yarn | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that one block drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def first_draft_row(self) -> int:
+        """The block row whose logits give the first draft."""
+        return 0 if self.sample_from_anchor else 1
+
+
+@dataclass(frozen=True)
 class SlotBudget:
     """How much of the experts may be resident: exactly one of a fraction, bytes in all, or slots per layer."""
 

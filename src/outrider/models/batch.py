@@ -1,6 +1,7 @@
-"""What one target forward is given: rows of one or more sequences, with their place in KV memory."""
+"""What one target forward is given, rows of one or more sequences with their place in KV memory, and who may watch."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,3 +27,13 @@ class Batch:
     positions: Tensor
     slots: Tensor
     spans: tuple[Span, ...]
+
+
+class Observer(Protocol):
+    """Sees what passes through a forward, and changes nothing of it."""
+
+    def residual(self, layer: int, x: Tensor) -> None:
+        """The residual stream [rows, hidden] after `layer`."""
+
+    def routed(self, layer: int, expert_ids: Tensor) -> None:
+        """What the router of `layer` chose, int64 [rows, k]."""

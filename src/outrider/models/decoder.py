@@ -13,7 +13,7 @@ from outrider.core import ExpertProvider
 from outrider.kernels.linear import linear
 from outrider.kernels.rope import rope_frequencies, rope_tables
 from outrider.kvcache.storage import KVStorage
-from outrider.models.batch import Batch
+from outrider.models.batch import Batch, Observer
 from outrider.models.layers import Attention, DenseMLP, RMSNorm, Weights
 from outrider.models.moe_block import MoeBlock
 
@@ -33,11 +33,17 @@ class DecoderLayer:
             self.mlp = DenseMLP(weights, f"{prefix}.mlp")
 
     def __call__(
-        self, x: Tensor, batch: Batch, kv: KVStorage, rope: tuple[Tensor, Tensor], provider: ExpertProvider
+        self,
+        x: Tensor,
+        batch: Batch,
+        kv: KVStorage,
+        rope: tuple[Tensor, Tensor],
+        provider: ExpertProvider,
+        observer: Observer | None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), batch, kv, rope)
         h = self.mlp_norm(x)
-        return x + (self.mlp(h, provider) if isinstance(self.mlp, MoeBlock) else self.mlp(h))
+        return x + (self.mlp(h, provider, observer) if isinstance(self.mlp, MoeBlock) else self.mlp(h))
 
 
 class Decoder:
@@ -65,15 +71,19 @@ class Decoder:
         return self._nbytes
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: KVStorage, provider: ExpertProvider) -> Tensor:
+    def forward(
+        self, batch: Batch, kv: KVStorage, provider: ExpertProvider, observer: Observer | None = None
+    ) -> Tensor:
         """Run all layers on the batch's rows, writing their keys and values.
 
         Returns: the residual stream after the last layer [rows, hidden], before the final norm.
         """
         x = F.embedding(batch.token_ids, self.embedding)
         rope = rope_tables(batch.positions, self._frequencies, self._rope_factor, x.dtype)
-        for layer in self.layers:
-            x = layer(x, batch, kv, rope, provider)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, kv, rope, provider, observer)
+            if observer is not None:
+                observer.residual(index, x)
         return x
 
     @torch.inference_mode()

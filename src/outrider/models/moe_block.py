@@ -7,6 +7,7 @@ from outrider.config import ModelConfig
 from outrider.core import ExpertProvider, ExpertWeights
 from outrider.kernels.expert_mlp import clamped_swiglu_expert, swiglu_expert
 from outrider.kernels.router import softmax_top_k, top_k_softmax
+from outrider.models.batch import Observer
 from outrider.models.layers import Linear, Weights
 
 
@@ -18,13 +19,15 @@ class MoeBlock:
         gpt_oss = config.family == "gpt_oss"
         self.router = Linear.load(weights, f"model.layers.{layer}.mlp.{'router' if gpt_oss else 'gate'}", bias=gpt_oss)
 
-    def __call__(self, x: Tensor, provider: ExpertProvider) -> Tensor:
+    def __call__(self, x: Tensor, provider: ExpertProvider, observer: Observer | None = None) -> Tensor:
         """x [rows, hidden] -> [rows, hidden].
 
         A row's k partial results are added in the order of their rank, whichever expert came first, so residency
         never shows in the sum.
         """
         mix, ids = self.route(x)
+        if observer is not None:
+            observer.routed(self.layer, ids)
         partial = x.new_empty(*ids.shape, x.shape[1])  # [rows, k, hidden]
         for expert, weights in provider.resolve(self.layer, ids):
             rows, ranks = torch.where(ids == expert)
