@@ -17,6 +17,7 @@ from outrider.checkpoint.presets import PRESETS, load_config
 from outrider.config import SlotBudget
 from outrider.engine.memory_plan import HARDWARE, Hardware, MemoryPlan, make_plan, render
 from outrider.errors import ConfigError
+from outrider.kvcache.pages import PagePool
 from outrider.kvcache.storage import KVStorage
 from tiny import tiny_gpt_oss, tiny_qwen3_moe
 
@@ -73,7 +74,7 @@ def test_bytes_are_those_of_the_checkpoint_and_of_the_kv_pool(tmp_path: Path, ma
     assert on_gpu(plan, "dense weights") == sum(found.dense_nbytes.values())
     assert found.expert_nbytes <= plan.expert_record_nbytes < found.expert_nbytes + 6 * 256
     assert on_gpu(plan, "expert slots") == config.num_experts * len(config.moe_layers) * plan.expert_record_nbytes
-    pool = KVStorage(config, 3 * 7, torch.bfloat16, torch.device("cpu"))  # 100 tokens take 7 pages of 16
+    pool = KVStorage(config, PagePool(3 * 7), torch.bfloat16, torch.device("cpu"))  # 100 tokens take 7 pages of 16
     tensors = [*pool._keys, *pool._values]
     assert on_gpu(plan, "KV") == sum(tensor.nbytes for tensor in tensors)
     assert plan.gpu_nbytes == on_gpu(plan, "")

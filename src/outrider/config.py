@@ -14,6 +14,7 @@ Family = Literal["gpt_oss", "qwen3_moe"]
 PolicyName = Literal["decayed-lfu", "lru"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+Width = int | Literal["auto", "off"]
 _CHOICES = {"policy": get_args(PolicyName), "device": get_args(DeviceName), "dtype": get_args(DtypeName)}
 
 
@@ -194,9 +195,25 @@ class SamplingParams:
             raise RequestError(f"top_k is {self.top_k}; it must be at least 0 (0 turns it off)")
 
 
+def parse_width(text: str) -> Width:
+    """`"auto"`, `"off"`, or a number of rows.
+
+    Raises: ConfigError if `text` is none of them.
+    """
+    if text in ("auto", "off"):
+        return text  # type: ignore[return-value]
+    if not text.isdecimal():
+        raise ConfigError(f"'{text}' is no width; write auto, off, or how many rows a verify may have")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How one engine is run.
+
+    draft: a DFlash drafter (`demo`, a folder or a hub id); None decodes plainly.
+    width: rows of a verify, the anchor included: "auto" is the draft's whole block, "off" ignores the draft.
+    route_ahead_stats: record S3 (`stats().route_ahead`).
 
     max_context: longest prompt + output; None: what the model allows, at most 4096.
     kv_tokens: tokens that the KV pages hold in all; None: four times `max_context`.
@@ -214,6 +231,9 @@ class EngineOptions:
     prefill_chunk: int = 512
     probe_copies: bool = True
     threads: int | None = None
+    draft: str | None = None
+    width: Width = "auto"
+    route_ahead_stats: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -223,3 +243,5 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.width not in ("auto", "off") and (not isinstance(self.width, int) or self.width < 1):
+            raise ConfigError(f"width is {self.width!r}; it must be 'auto', 'off' or at least 1")

@@ -58,6 +58,10 @@ class ExpertProvider(Protocol):
     by the next `begin_step`.
     """
 
+    @property
+    def expert_nbytes(self) -> Mapping[ExpertKey, int]:
+        """Exact stored payload bytes of every expert."""
+
     def begin_step(self, phase: Phase) -> None:
         """Start a step; pending counts of an uncommitted step are dropped."""
 
@@ -72,3 +76,16 @@ class ExpertProvider(Protocol):
 
     def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> int:
         """Queue fetches of absent experts; returns how many were queued."""
+
+
+class RouteSink(Protocol):
+    """Is told what every verify routed to; it changes nothing."""
+
+    def begin_step(self) -> None:
+        """A verify begins; what was not committed is dropped."""
+
+    def observe(self, layer: int, routes: Sequence[Sequence[int]]) -> None:
+        """The experts of each row in one layer."""
+
+    def commit(self, kept_rows: Sequence[int]) -> None:
+        """The verify is over; `kept_rows` are the rows that stay (anchors and accepted drafts)."""

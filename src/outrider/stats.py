@@ -34,6 +34,60 @@ class ExpertCounters:
     h2d_bytes: dict[Band, int] = field(default_factory=lambda: dict.fromkeys(Band, 0))
 
 
+@dataclass
+class RoundCounters:
+    """Running counts of rounds since the last reset; a round is one verify of one sequence.
+
+    `tested[i]`, `accepted[i]`: rounds that put d_{i+1} to the test, and those in which it and all before it stood.
+    """
+
+    rounds: int = 0
+    first_tokens: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    tested: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    def count(self, tested: int, accepted: int, tokens: int) -> None:
+        """One round that tested so many drafts, accepted so many and emitted so many tokens."""
+        self.rounds += 1
+        self.tokens += tokens
+        missing = [0] * (tested - len(self.tested))
+        self.tested += missing
+        self.accepted += missing
+        for place in range(tested):
+            self.tested[place] += 1
+            self.accepted[place] += place < accepted
+
+
+@dataclass(frozen=True)
+class RouteAheadStats:
+    """S3: what prefetching ahead of the routers was good for, summed over committed verifies. Experts, then bytes.
+
+    P is what was prefetched for a layer, A the union of the rows that ran, U the union of the rows that were kept:
+    predicted |P|, actual |A|, covered |P and A|, kept |P and U|, wasted |P without U|.
+
+    Attributes:
+        coverage: covered / actual; None when nothing was observed. waste_ratio: wasted / predicted; None without any.
+        route_ahead_predicted_bytes, _kept_bytes, _wasted_bytes: exact stored bytes; None until sizes are known.
+    """
+
+    steps: int
+    layers_observed: int
+    predicted: int
+    actual: int
+    covered: int
+    kept: int
+    wasted: int
+    coverage: float | None
+    waste_ratio: float | None
+    route_ahead_predicted_bytes: int | None
+    route_ahead_kept_bytes: int | None
+    route_ahead_wasted_bytes: int | None
+
+
 @dataclass(frozen=True)
 class Stats:
     """A snapshot of `engine.stats()`.
@@ -60,7 +114,13 @@ class Stats:
         kv_occupancy_bytes: bytes of KV pages in use.
         decode_steps, prefill_steps: target forwards.
         tokens_generated, decode_tokens: output tokens in all, and those of decode steps (prefill gives the first).
-        decode_seconds: wall time of decode steps; None if none ran.
+        decode_seconds: wall time of rounds; None if none ran. draft_seconds: the part of it before the verify.
+        rounds: verifies of one sequence. mean_acceptance_length: tokens of a round, the bonus token included, so that
+            plain decoding has 1.0; None before the first round.
+        drafted_tokens: tokens that were drafted. tested_drafts, accepted_drafts: drafts put to the test, and accepted.
+        acceptance_by_position: for d_1, d_2, ...: of the rounds that tested it, the share in which it and all before it
+            stood; None where no draft was tested.
+        route_ahead: S3; None if it is not recorded.
     """
 
     expert_cache_hit_rate: float | None
@@ -91,6 +151,14 @@ class Stats:
     tokens_generated: int
     decode_tokens: int
     decode_seconds: float | None
+    draft_seconds: float | None
+    rounds: int
+    mean_acceptance_length: float | None
+    drafted_tokens: int
+    tested_drafts: int
+    accepted_drafts: int
+    acceptance_by_position: list[float] | None
+    route_ahead: RouteAheadStats | None
 
     def to_dict(self) -> dict[str, Any]:
         """The snapshot as plain JSON types."""

@@ -3,10 +3,13 @@
 import re
 from pathlib import Path
 
+from outrider.checkpoint.draft_config import is_draft, read_draft_config
 from outrider.checkpoint.hf_config import read_config
+from outrider.checkpoint.shards import read_json
 from outrider.errors import CheckpointError
 
 DEMO = Path(__file__).parent.parent / "demo" / "target"
+DEMO_DRAFT = DEMO.with_name("draft")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CONFIG = ["config.json", "generation_config.json"]
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -21,8 +24,33 @@ def locate(model: str, *, config_only: bool = False) -> Path:
     Raises: CheckpointError if there is no such folder, the hub has no such model or cannot be reached, or the model
         is none that can be served.
     """
+    local = _local(model, DEMO, "openai/gpt-oss-20b")
+    folder = local or _snapshot(model, _CONFIG)
+    _refuse_draft(model, folder / "config.json")
+    if local or config_only:
+        return folder
+    read_config(folder)
+    return _snapshot(model, _FILES)
+
+
+def locate_draft(model: str, target: str | None = None) -> Path:
+    """As `locate`, for the draft called `model` of the target called `target` (if given, for errors only).
+
+    Raises: CheckpointError as `locate` does, and if `model` is the target itself.
+    """
+    local = _local(model, DEMO_DRAFT, "z-lab/gpt-oss-20b-DFlash")
+    if model == target != "demo":
+        raise CheckpointError(f"'{model}' is given both as the model and as its draft; name a DFlash draft of it")
+    if local:
+        return local
+    read_draft_config(_snapshot(model, _CONFIG))
+    return _snapshot(model, _FILES)
+
+
+def _local(model: str, demo: Path, example: str) -> Path | None:
+    """The folder of `demo` or of a local checkpoint; None for what can only be a hub id, such as `example`."""
     if model == "demo":
-        return DEMO
+        return demo
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():
@@ -31,12 +59,13 @@ def locate(model: str, *, config_only: bool = False) -> Path:
     except (OSError, RuntimeError) as error:  # a name too long, a home that is unknown
         raise CheckpointError(f"'{model}' cannot be looked up ({error})") from error
     if not _HUB_ID.fullmatch(model) or exists:
-        raise CheckpointError(f"'{model}' is neither 'demo', a folder, nor a hub id such as openai/gpt-oss-20b")
-    folder = _snapshot(model, _CONFIG)
-    if config_only:
-        return folder
-    read_config(folder)
-    return _snapshot(model, _FILES)
+        raise CheckpointError(f"'{model}' is neither 'demo', a folder, nor a hub id such as {example}")
+    return None
+
+
+def _refuse_draft(model: str, config: Path) -> None:
+    if config.is_file() and is_draft(read_json(config)):
+        raise CheckpointError(f"'{model}' is a draft, which cannot be served alone; name its target as the model")
 
 
 def _snapshot(model: str, files: list[str]) -> Path:

@@ -9,20 +9,26 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoint import Checkpoint, locate, open_checkpoint
+from outrider.checkpoint.draft import DraftCheckpoint, open_draft
+from outrider.checkpoint.locate import locate_draft
 from outrider.config import EngineOptions, ModelConfig, format_bytes
 from outrider.core import ExpertKey, Progress, no_progress
 from outrider.engine.engine import Engine
-from outrider.engine.runner import Runner
 from outrider.errors import ConfigError
 from outrider.experts.budget import slots_per_layer
 from outrider.experts.fetch import CopyBackend, CudaBackend, HostBackend
 from outrider.experts.host_provider import HostProvider
 from outrider.experts.layout import torch_dtype
 from outrider.experts.store import ExpertStore, MappedStore, PinnedStore
-from outrider.kvcache.pages import pages_for
-from outrider.kvcache.storage import KVStorage, kv_bytes_per_token
+from outrider.kvcache.pages import PAGE_SIZE, PagePool, pages_for
+from outrider.kvcache.storage import KVShape, KVStorage, kv_bytes_per_token
 from outrider.models.decoder import Decoder
+from outrider.models.layers import Weights
+from outrider.models.target import Target
+from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler
+from outrider.spec.drafter import Drafter
+from outrider.spec.session import Rounds, SpecSession
 
 DEFAULT_CONTEXT = 4096
 _PROBE_BYTES = 64 << 20
@@ -37,6 +43,7 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     options = options or EngineOptions()
     checkpoint = open_checkpoint(locate(model))
     config = checkpoint.config
+    draft = _open_draft(options, model, config)
     device = _device(options)
     dtype = _dtype(options, device)
     max_context = _context(config, options)
@@ -47,12 +54,15 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)
     resident = min(slots.values()) == config.num_experts
     kv_tokens = options.kv_tokens or 4 * max_context
-    _check_memory(checkpoint, mapped, sum(slots.values()), resident, kv_tokens, device, dtype)
-    decoder = Decoder(config, _DenseLoader(checkpoint, device, dtype, progress))
-    try:
-        kv = KVStorage(config, pages_for(kv_tokens), dtype, device)
-    except MemoryError as error:
-        raise ConfigError(f"KV pages for {kv_tokens} tokens are more than this machine can address") from error
+    _check_memory(checkpoint, draft, mapped, sum(slots.values()), resident, kv_tokens, device, dtype)
+    loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
+    decoder = Decoder(config, loader.of(checkpoint.dense))
+    pool = PagePool(pages_for(kv_tokens))
+    kv = _pages(config, pool, dtype, device)
+    drafter = None
+    if draft:
+        loader = _DenseLoader(draft.elements(), "loading the draft", device, dtype, progress)
+        drafter = _drafter(draft, decoder, loader.of(draft.tensor), _pages(draft.config, pool, dtype, device))
     # Experts that all fit are read once, straight into their slots: no second copy in pinned memory.
     store = PinnedStore(mapped, progress) if device.type == "cuda" and not resident else mapped
     backend = CudaBackend(device) if device.type == "cuda" else HostBackend()
@@ -60,24 +70,68 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     if resident:
         _preload(provider, checkpoint.expert_keys(), len(store.expert_nbytes), progress)
     probed = _probe(provider, store, backend) if options.probe_copies and not resident else None
-    scheduler = Scheduler(kv.pool, options.max_batch, options.prefill_chunk)
-    runner = Runner(decoder, kv, provider, device)
-    return Engine(checkpoint, decoder, provider, kv, scheduler, runner, max_context, probed)
+    route_ahead = RouteAheadStatistics(store.expert_nbytes) if options.route_ahead_stats else None
+    width = options.width if isinstance(options.width, int) else None
+    rounds = Rounds(Target(decoder, kv, provider, device), drafter, width, route_ahead)
+    scheduler = Scheduler[SpecSession](pool, options.max_batch, options.prefill_chunk)
+    return Engine(checkpoint, decoder, provider, kv, rounds, scheduler, max_context, probed, route_ahead)
 
 
 class _DenseLoader:
     """Reads dense tensors into the engine's dtype and device, with progress in the bytes that they take there."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
-        self._checkpoint, self._device, self._dtype, self._progress = checkpoint, device, dtype, progress
-        self._done, self._total = 0, checkpoint.dense_elements() * dtype.itemsize
+    def __init__(self, elements: int, what: str, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+        self._what, self._device, self._dtype, self._progress = what, device, dtype, progress
+        self._done, self._total = 0, elements * dtype.itemsize
 
-    def __call__(self, name: str) -> Tensor:
-        # `copy`: a view would keep the weights in page cache, where the kernel may drop them between two steps.
-        weight = self._checkpoint.dense(name).to(device=self._device, dtype=self._dtype, copy=True)
-        self._done += weight.nbytes
-        self._progress("loading dense weights", self._done, self._total)
-        return weight
+    def of(self, stored: Weights) -> Weights:
+        """`stored`, made to load."""
+
+        def load(name: str) -> Tensor:
+            # `copy`: a view would keep the weights in page cache, where the kernel may drop them between two steps.
+            weight = stored(name).to(device=self._device, dtype=self._dtype, copy=True)
+            self._done += weight.nbytes
+            self._progress(self._what, self._done, self._total)
+            return weight
+
+        return load
+
+
+def _open_draft(options: EngineOptions, model: str, config: ModelConfig) -> DraftCheckpoint | None:
+    if options.draft is None:
+        if isinstance(options.width, int):
+            raise ConfigError(f"width is {options.width}, but there is no draft to verify; give --draft")
+        return None
+    if options.width == "off":
+        return None
+    draft = open_draft(locate_draft(options.draft, model), config)
+    most = draft.config.num_drafts + 1
+    if isinstance(options.width, int) and options.width > most:
+        raise ConfigError(f"width is {options.width}, but a block of this draft has {most} rows; give at most that")
+    return draft
+
+
+def _drafter(draft: DraftCheckpoint, decoder: Decoder, weights: Weights, context: KVStorage) -> Drafter:
+    embedding = decoder.embedding
+    draft.check_copies(embedding, decoder.head)
+    ids = draft.target_ids()
+    own = draft.config.draft_vocab_size != draft.config.vocab_size
+    return Drafter(
+        draft.config,
+        weights,
+        embedding,
+        weights("lm_head.weight") if own else decoder.head,
+        None if ids is None else ids.to(embedding.device),
+        context,
+    )
+
+
+def _pages(config: KVShape, pool: PagePool, dtype: torch.dtype, device: torch.device) -> KVStorage:
+    try:
+        return KVStorage(config, pool, dtype, device)
+    except MemoryError as error:
+        tokens = pool.num_pages * PAGE_SIZE
+        raise ConfigError(f"KV pages for {tokens} tokens are more than this machine can address") from error
 
 
 def _device(options: EngineOptions) -> torch.device:
@@ -106,6 +160,7 @@ def _context(config: ModelConfig, options: EngineOptions) -> int:
 
 def _check_memory(
     checkpoint: Checkpoint,
+    draft: DraftCheckpoint | None,
     store: MappedStore,
     slots: int,
     resident: bool,
@@ -117,11 +172,14 @@ def _check_memory(
 
     Raises: ConfigError with every term of the sum.
     """
-    config = checkpoint.config
     dense = checkpoint.dense_elements() * dtype.itemsize
     terms = {"dense weights": dense, f"{slots} expert slots": slots * store.layout.record_nbytes}
+    kv = kv_bytes_per_token(checkpoint.config, dtype)
+    if draft:
+        terms["the draft"] = draft.elements() * dtype.itemsize
+        kv += kv_bytes_per_token(draft.config, dtype)
     if device.type == "cuda":
-        terms[f"KV of {kv_tokens} tokens"] = kv_tokens * kv_bytes_per_token(config, dtype)
+        terms[f"KV of {kv_tokens} tokens"] = kv_tokens * kv
         _refuse_over("GPU memory", terms, torch.cuda.mem_get_info(device)[0])
         if not resident:
             _refuse_over("RAM", {"pinned experts": sum(store.expert_nbytes.values())}, available_ram())

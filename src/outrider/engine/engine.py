@@ -1,22 +1,25 @@
-"""One engine: a target, its expert memory, its KV pages, and the loop that drives them."""
+"""One engine: a target, its drafter, its expert memory, its KV pages, and the loop that drives them."""
 
-import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 
 from outrider.checkpoint import Checkpoint
 from outrider.config import SamplingParams
-from outrider.core import Phase
+from outrider.core import Band, ExpertKey
 from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.runner import Runner
 from outrider.errors import RequestError
 from outrider.experts.host_provider import HostProvider
-from outrider.kvcache.pages import PAGE_SIZE, PageTable
+from outrider.kvcache.pages import PAGE_SIZE, OutOfPages, PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.decoder import Decoder
+from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler, StepResult
-from outrider.scheduler.sequence import Sequence
-from outrider.stats import Stats
+from outrider.spec.session import DraftResult, Rounds, SpecSession, VerifyResult
+from outrider.stats import RoundCounters, Stats
 
 
 class Engine:
@@ -28,23 +31,24 @@ class Engine:
         decoder: Decoder,
         provider: HostProvider,
         kv: KVStorage,
-        scheduler: Scheduler,
-        runner: Runner,
+        rounds: Rounds,
+        scheduler: Scheduler[SpecSession],
         max_context: int,
         measured_h2d: float | None,
+        route_ahead: RouteAheadStatistics | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.decoder = decoder
         self.provider = provider
         self.kv = kv
+        self.rounds = rounds
         self.scheduler = scheduler
-        self.runner = runner
+        self.runner = Runner(rounds)
         self.max_context = max_context
         self._measured_h2d = measured_h2d
+        self._route_ahead = route_ahead
         self._ids = count()
-        self._tokens = self._decode_tokens = 0
-        self._decode_seconds = 0.0
 
     def check(self, prompt_ids: Ids[int], params: SamplingParams) -> list[int]:
         """The prompt as a list, if it can be served.
@@ -67,35 +71,83 @@ class Engine:
             )
         return prompt
 
-    def submit(self, prompt_ids: Ids[int], params: SamplingParams) -> Sequence:
-        """Queue a request. Raises: RequestError as `check` does."""
-        prompt = self.check(prompt_ids, params)
-        eos = () if params.ignore_eos else self.config.eos_token_ids
-        stops = frozenset((*params.stop_token_ids, *eos))
-        sequence = Sequence(next(self._ids), prompt, params, stops, PageTable(self.kv.pool))
-        self.scheduler.add(sequence)
-        return sequence
+    def submit(self, prompt_ids: Ids[int], params: SamplingParams) -> SpecSession:
+        """Queue a request for `step`. Raises: RequestError as `check` does."""
+        session = self._session(prompt_ids, params)
+        self.scheduler.add(session)
+        return session
 
-    def step(self) -> StepResult | None:
+    def step(self) -> StepResult[SpecSession] | None:
         """Run one step; None if there is nothing to do. An interrupt waits until the step is over."""
         with interrupts_deferred():
             plan = self.scheduler.schedule()
             if plan is None:
                 return None
-            started = time.perf_counter()
             result = self.runner.execute(plan)
             self.scheduler.update(result)
-            self._count(result, time.perf_counter() - started)
             return result
 
-    def cancel(self, sequence: Sequence) -> None:
+    # --- one request by hand: the same rounds that `step` takes -------------------------------------------------------
+
+    def begin_session(
+        self, prompt_ids: Ids[int], sampling: SamplingParams | None = None, stop_ids: Ids[int] = ()
+    ) -> SpecSession:
+        """Prefill a request and emit its first token, the anchor; the caller drives its rounds.
+
+        It is finished at once if the anchor is a stop token or the only token wanted. Its pages are kept until it is
+        finished or cancelled.
+
+        Args: `stop_ids` end it beside those of `sampling` and the model's own.
+
+        Raises: RequestError as `check` does, or if there are not enough free pages for its whole length.
+        """
+        params = sampling or SamplingParams()
+        session = self._session(
+            prompt_ids, replace(params, stop_token_ids=(*params.stop_token_ids, *stop_ids)) if stop_ids else params
+        )
+        try:
+            self.scheduler.hold(session)
+        except OutOfPages as error:
+            raise RequestError(f"{error}; finish or cancel other requests first, or raise kv_tokens") from error
+        with ExitStack() as undo:
+            undo.callback(self.cancel, session)
+            while not session.prefilled:
+                with interrupts_deferred():
+                    self.rounds.prefill(session, self.scheduler.next_chunk(session))
+            undo.pop_all()
+        self._retire([session])
+        return session
+
+    def draft_round(self, sessions: Ids[SpecSession]) -> list[DraftResult]:
+        """One drafter pass for all `sessions`. Raises: RuntimeError in the wrong order (`spec/session.py`)."""
+        with interrupts_deferred():
+            return self.rounds.draft_round(sessions)
+
+    def verify_round(self, sessions: Ids[SpecSession], widths: Ids[int] | None = None) -> list[VerifyResult]:
+        """One target step for all `sessions`. Raises: as `Rounds.verify_round`."""
+        with interrupts_deferred():
+            results = self.rounds.verify_round(sessions, widths)
+            self._retire(sessions)
+            return results
+
+    def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> int:
+        """Fetch experts ahead of the next verify; returns how many were queued, the others being there or under way."""
+        keys = list(keys)
+        with interrupts_deferred():
+            queued = self.provider.prefetch(keys, priority)
+            if self._route_ahead:
+                self._route_ahead.predict(keys)
+            return queued
+
+    def cancel(self, session: SpecSession) -> None:
         """Drop a request, finished or not, and free its pages."""
-        self.scheduler.remove(sequence)
+        self.scheduler.remove(session)
 
     def stats(self) -> Stats:
         """What was measured since the last `reset_counters`; reading changes nothing."""
         seen = self.provider.snapshot()
         accesses = seen.hits + seen.misses
+        took = self.rounds.counters
         return Stats(
             expert_cache_hit_rate=seen.hits / accesses if accesses else None,
             expert_accesses=accesses,
@@ -119,20 +171,29 @@ class Engine:
             h2d_bytes={band.name: moved for band, moved in seen.h2d_bytes.items()},
             exposed_fetch_seconds=seen.exposed_fetch_seconds if seen.steps + seen.prefill_steps else None,
             measured_h2d_bytes_per_second=self._measured_h2d,
-            kv_occupancy_bytes=self.kv.occupancy_bytes,
+            kv_occupancy_bytes=sum(storage.occupancy_bytes for storage in self._storages()),
             decode_steps=seen.steps,
             prefill_steps=seen.prefill_steps,
-            tokens_generated=self._tokens,
-            decode_tokens=self._decode_tokens,
-            decode_seconds=self._decode_seconds if seen.steps else None,
+            tokens_generated=took.first_tokens + took.tokens,
+            decode_tokens=took.tokens,
+            decode_seconds=took.draft_seconds + took.verify_seconds if took.rounds else None,
+            draft_seconds=took.draft_seconds if took.rounds and self.rounds.drafter else None,
+            rounds=took.rounds,
+            mean_acceptance_length=took.tokens / took.rounds if took.rounds else None,
+            drafted_tokens=took.drafted,
+            tested_drafts=sum(took.tested),
+            accepted_drafts=sum(took.accepted),
+            acceptance_by_position=[a / t for a, t in zip(took.accepted, took.tested, strict=True)] or None,
+            route_ahead=self._route_ahead.stats() if self._route_ahead else None,
         )
 
     def reset_counters(self) -> None:
         """Zero all counters; residency, recency and running requests stay as they are."""
         with interrupts_deferred():
             self.provider.reset_counters()
-        self._tokens = self._decode_tokens = 0
-        self._decode_seconds = 0.0
+            self.rounds.counters = RoundCounters()
+            if self._route_ahead:
+                self._route_ahead.reset()
 
     def reset_cache(self) -> None:
         """Empty all expert slots; the next step starts cold and gives the same tokens."""
@@ -143,9 +204,16 @@ class Engine:
         """Stop the copy thread. The engine cannot be used afterwards."""
         self.provider.close()
 
-    def _count(self, result: StepResult, seconds: float) -> None:
-        tokens = sum(token is not None for token in result.tokens)
-        self._tokens += tokens
-        if result.plan.phase is Phase.DECODE:
-            self._decode_tokens += tokens
-            self._decode_seconds += seconds
+    def _session(self, prompt_ids: Ids[int], params: SamplingParams) -> SpecSession:
+        prompt = self.check(prompt_ids, params)
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        stops = frozenset((*params.stop_token_ids, *eos))
+        return SpecSession(next(self._ids), prompt, params, stops, PageTable(self.kv.pool))
+
+    def _retire(self, sessions: Ids[SpecSession]) -> None:
+        for session in sessions:
+            if session.finished:
+                self.scheduler.remove(session)
+
+    def _storages(self) -> list[KVStorage]:
+        return [self.kv, *([self.rounds.drafter.context] if self.rounds.drafter else [])]

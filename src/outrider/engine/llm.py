@@ -10,7 +10,7 @@ from outrider.core import Progress, no_progress
 from outrider.engine.build import build_engine
 from outrider.engine.tokenizer import Messages, TextStream, Tokenizer
 from outrider.errors import RequestError
-from outrider.scheduler.sequence import Sequence
+from outrider.spec.session import SpecSession
 from outrider.stats import Stats
 
 Prompt = str | Ids[int]
@@ -43,6 +43,8 @@ class LLM:
 
     Args:
         model: `demo`, a checkpoint folder or a hub id.
+        draft: its DFlash drafter (`demo`, a folder or a hub id); None decodes plainly. No token depends on it when
+            greedy, no probability when sampled.
         expert_slots: how much of the experts may be resident: "50%", "6GiB", or slots per layer.
         options: further `EngineOptions` fields (policy, device, dtype, max_context, ...).
 
@@ -52,12 +54,13 @@ class LLM:
     def __init__(
         self,
         model: str,
+        draft: str | None = None,
         expert_slots: str = "100%",
         policy: PolicyName = "decayed-lfu",
         progress: Progress = no_progress,
         **options: Any,
     ) -> None:
-        settings = EngineOptions(expert_slots=parse_slots(expert_slots), policy=policy, **options)
+        settings = EngineOptions(expert_slots=parse_slots(expert_slots), policy=policy, draft=draft, **options)
         self.engine = build_engine(model, settings, progress)
         self.tokenizer = Tokenizer(self.engine.checkpoint.folder)
 
@@ -134,7 +137,7 @@ class LLM:
             self.engine.cancel(sequence)
 
     def _run(self, prompts: Ids[Prompt], params: SamplingParams) -> Iterator[Completion]:
-        sequences: list[Sequence] = []
+        sequences: list[SpecSession] = []
         try:
             sequences.extend(self.engine.submit(self._ids(prompt), params) for prompt in prompts)
             while not all(s.finished for s in sequences):

@@ -12,7 +12,7 @@ free slots and two more per layer, so that a long prompt does not evict what dec
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -186,6 +186,11 @@ class HostProvider:
             yield self.store.layout.record_nbytes
 
     # --- figures and resets -------------------------------------------------------------------------------------------
+
+    @property
+    def expert_nbytes(self) -> Mapping[ExpertKey, int]:
+        """Exact stored payload bytes of every expert."""
+        return self.store.expert_nbytes
 
     @property
     def slots_total(self) -> int:

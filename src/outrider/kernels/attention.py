@@ -1,4 +1,4 @@
-"""Causal attention of a few rows on one sequence's keys and values, with sliding windows and sinks.
+"""Attention of a few rows on one sequence's keys and values, with sliding windows and sinks.
 
 Keys are taken in splits at fixed absolute positions and combined in order by the online softmax (Milakov and
 Gimelshein 2018, arXiv 1805.02867), so a row's bits depend neither on the rows beside it nor on how long the sequence
@@ -21,11 +21,13 @@ def attention(
     first_position: int,
     window: int | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Attention of rows at positions first_position, first_position + 1, ... on keys at positions 0, 1, ...
 
     Args:
         query: [rows, heads, dim]; row r sees the keys at positions <= first_position + r, of those the last `window`.
+            If not `causal`, it also sees those of the rows behind it (a draft block).
         keys, values: [length, kv_heads, dim], length a multiple of KEY_SPLIT that covers the rows' own positions;
             what lies beyond them is masked but must be finite.
         sinks: [heads] or None.
@@ -41,6 +43,7 @@ def attention(
     q = padded.view(tiled, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, tiled * group, dim)
     position = (first_position + torch.arange(tiled, device=q.device)).clamp_(max=first_position + rows - 1)
     position = position.repeat_interleave(group).unsqueeze(-1)  # [rows * group, 1]
+    last = position if causal else first_position + rows - 1
     if sinks is None:
         top = q.new_full((kv_heads, tiled * group, 1), torch.finfo(torch.float32).min, dtype=torch.float32)
         total = torch.zeros_like(top)
@@ -53,9 +56,9 @@ def attention(
     for split in range(first, (first_position + rows - 1) // KEY_SPLIT + 1):
         span = slice(split * KEY_SPLIT, (split + 1) * KEY_SPLIT)
         at = torch.arange(span.start, span.stop, device=q.device)
-        hidden = at > position
+        hidden = (at > last).expand(tiled * group, -1)
         if window is not None:
-            hidden |= at <= position - window
+            hidden = hidden | (at <= position - window)
         scores = torch.bmm(q, keys[span].permute(1, 2, 0)).float() * dim**-0.5
         scores.masked_fill_(hidden, float("-inf"))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))

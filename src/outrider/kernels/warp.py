@@ -3,7 +3,7 @@
 Target, draft and plain decoding all go through here, which is what makes sampled verification lossless.
 """
 
-import random
+import hashlib
 
 import torch
 from torch import Tensor
@@ -33,14 +33,21 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, ids, ranked)
 
 
-def draw(probs: Tensor, uniform: float) -> int:
-    """The token of `probs` [vocab] at `uniform` in [0, 1) of the cumulated distribution."""
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """One token for each row of `probs` [rows, vocab], at `uniforms` float64 [rows] in [0, 1) of its cumulated mass.
+
+    Rows need not sum to 1. Returns: int64 [rows]; never a token of probability zero, unless all are.
+    """
     cumulated = probs.double().cumsum(-1)
-    token = int(torch.searchsorted(cumulated, uniform * cumulated[-1], right=True))
-    return min(token, int(probs.nonzero()[-1]))  # rounding must not reach a token of probability zero
+    tokens = torch.searchsorted(cumulated, (uniforms * cumulated[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).byte().argmax(-1)  # rounding must not reach beyond it
+    return torch.minimum(tokens, last)
 
 
-def uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) for output token `index` of a request with `seed`: no state, so nothing else that
-    runs can shift it."""
-    return random.Random(f"{seed}/{index}").random()
+def uniform(seed: int, *place: int | str) -> float:
+    """The random number in [0, 1) that belongs to `place` in the output of a request with `seed`.
+
+    It has no state, so nothing else that runs can shift it.
+    """
+    digest = hashlib.blake2b("/".join(map(str, (seed, *place))).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53

@@ -1,30 +1,48 @@
 """The memory behind the pages: one key and one value tensor a layer."""
 
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.config import ModelConfig
 from outrider.kernels.attention import KEY_SPLIT
 from outrider.kvcache.pages import PAGE_SIZE, PagePool, PageTable, pages_for
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+class KVShape(Protocol):
+    """What keys and values look like: of a target, or of a drafter, whose context lies in the same pages."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that attend."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of each."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+
+
+def kv_bytes_per_token(config: KVShape, dtype: torch.dtype) -> int:
     """Bytes of keys and values of one token over all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class KVStorage:
-    """Keys and values [layers][pages * PAGE_SIZE, kv_heads, head_dim] on `device`.
+    """Keys and values [layers][pages * PAGE_SIZE, kv_heads, head_dim] on `device` for the pages of `pool`.
 
-    Zeroed at the start, so that a page costs no memory on a CPU until it is used.
+    Several storages may share a pool: a page then holds its tokens' keys and values in each of them, and whoever grows,
+    truncates or shares a page table does it for all. Zeroed at the start, so that a page costs no memory on a CPU until
+    it is used.
     """
 
-    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.pool = PagePool(num_pages)
+    def __init__(self, config: KVShape, pool: PagePool, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (pool.num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self.pool = pool
         self.page_nbytes = PAGE_SIZE * kv_bytes_per_token(config, dtype)
         self._keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self._values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
@@ -51,9 +69,9 @@ class KVStorage:
         keys[length:], values[length:] = 0, 0
         return keys, values
 
-    def padded_pages(self, table: PageTable) -> list[int]:
-        """The table's pages, filled up with page 0 to a whole number of attention splits."""
-        splits = -(-table.length // KEY_SPLIT)
+    def padded_pages(self, table: PageTable, beyond: int = 0) -> list[int]:
+        """The table's pages, filled up with page 0 to whole attention splits that hold `beyond` more tokens."""
+        splits = -(-(table.length + beyond) // KEY_SPLIT)
         return table.pages + [0] * (splits * pages_for(KEY_SPLIT) - len(table.pages))
 
 

@@ -6,78 +6,92 @@ runs can run out. Prompt chunks end at multiples of `prefill_chunk`, whatever el
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from outrider.core import Phase
-from outrider.kvcache.pages import PagePool, pages_for
+from outrider.kvcache.pages import OutOfPages, PagePool, pages_for
 from outrider.scheduler.sequence import Sequence
 
+S = TypeVar("S", bound=Sequence)
+
 
 @dataclass(frozen=True)
-class Plan:
-    """One step: for each sequence, the tokens to run start at `table.length` and are `counts` many."""
+class Plan(Generic[S]):
+    """One step: PREFILL runs the next `count` prompt tokens of its one sequence, DECODE a round of all of them."""
 
     phase: Phase
-    sequences: tuple[Sequence, ...]
-    counts: tuple[int, ...]
+    sequences: tuple[S, ...]
+    count: int = 0
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a step produced: for each sequence of the plan its next token, None while its prompt is unfinished."""
+class StepResult(Generic[S]):
+    """What a step produced: for each sequence of the plan its new tokens, none while its prompt is unfinished."""
 
-    plan: Plan
-    tokens: tuple[int | None, ...]
+    plan: Plan[S]
+    tokens: tuple[tuple[int, ...], ...]
 
 
-class Scheduler:
+class Scheduler(Generic[S]):
     """Decides the next step. `max_batch` bounds the sequences that run at once."""
 
     def __init__(self, pool: PagePool, max_batch: int, prefill_chunk: int) -> None:
         self._pool = pool
         self._max_batch = max_batch
         self._chunk = prefill_chunk
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[S] = deque()
+        self._running: list[S] = []
+        self._held: list[S] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
         return bool(self._waiting or self._running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: S) -> None:
         """Queue a request behind those already there."""
         self._waiting.append(sequence)
 
-    def schedule(self) -> Plan | None:
+    def hold(self, sequence: S) -> None:
+        """Keep pages for a sequence that the caller runs by hand, until `remove`.
+
+        Raises: OutOfPages if its whole length is not free beside what runs already.
+        """
+        needed, free = _pages_of(sequence), self._pool.num_free - self._reserved()
+        if needed > free:
+            raise OutOfPages(f"a session of {needed} KV pages was asked for and {max(free, 0)} are free")
+        self._held.append(sequence)
+
+    def next_chunk(self, sequence: S) -> int:
+        """How many prompt tokens the next prefill step of `sequence` runs."""
+        start = sequence.table.length
+        return min((start // self._chunk + 1) * self._chunk, len(sequence.prompt)) - start
+
+    def schedule(self) -> Plan[S] | None:
         """The next step, None if there is no work."""
         self._admit()
         for sequence in self._running:
             if not sequence.prefilled:
-                start = sequence.table.length
-                stop = min((start // self._chunk + 1) * self._chunk, len(sequence.prompt))
-                return Plan(Phase.PREFILL, (sequence,), (stop - start,))
+                return Plan(Phase.PREFILL, (sequence,), self.next_chunk(sequence))
         if not self._running:
             return None
-        return Plan(Phase.DECODE, tuple(self._running), (1,) * len(self._running))
+        return Plan(Phase.DECODE, tuple(self._running))
 
-    def update(self, result: StepResult) -> None:
-        """Hand out the new tokens, retire the sequences that they end and free their pages."""
-        for sequence, token in zip(result.plan.sequences, result.tokens, strict=True):
-            if token is not None:
-                sequence.append(token)
+    def update(self, result: StepResult[S]) -> None:
+        """Retire the sequences that the step ended and free their pages."""
+        for sequence in result.plan.sequences:
             if sequence.finished:
                 self.remove(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: S) -> None:
         """Forget a sequence, finished or not, and free its pages."""
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        if sequence in self._running:
-            self._running.remove(sequence)
+        for place in (self._waiting, self._running, self._held):
+            if sequence in place:
+                place.remove(sequence)
         sequence.table.release()
 
     def _admit(self) -> None:
-        reserved = sum(_pages_of(s) - len(s.table.pages) for s in self._running)
+        reserved = self._reserved()
         while self._waiting and len(self._running) < self._max_batch:
             needed = _pages_of(self._waiting[0])
             if needed + reserved > self._pool.num_free:
@@ -85,7 +99,11 @@ class Scheduler:
             reserved += needed
             self._running.append(self._waiting.popleft())
 
+    def _reserved(self) -> int:
+        """Free pages that are spoken for."""
+        return sum(_pages_of(s) - len(s.table.pages) for s in (*self._running, *self._held))
 
-def _pages_of(sequence: Sequence) -> int:
+
+def _pages_of(sequence: S) -> int:
     # The last token is only emitted, never fed back.
     return pages_for(len(sequence.prompt) + sequence.params.max_tokens - 1)

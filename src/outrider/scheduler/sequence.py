@@ -1,7 +1,9 @@
 """One request on its way through the engine."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from outrider.config import SamplingParams
 from outrider.kvcache.pages import PageTable
@@ -36,10 +38,26 @@ class Sequence:
         """Whether the last output token is the last one."""
         return self.finish_reason is not None
 
-    def append(self, token: int) -> None:
-        """Take the next output token and see whether it ends the sequence."""
-        self.output.append(token)
-        if token in self.stop_ids:
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still follow."""
+        return 0 if self.finished else self.params.max_tokens - len(self.output)
+
+    def until_end(self, tokens: Iterable[int]) -> list[int]:
+        """The first of `tokens` as next output, up to the one that ends the sequence."""
+        taken = []
+        for token in islice(tokens, self.remaining):
+            taken.append(token)
+            if token in self.stop_ids:
+                break
+        return taken
+
+    def extend(self, tokens: Iterable[int]) -> list[int]:
+        """Append `until_end(tokens)`, see whether it ends the sequence, and return it."""
+        taken = self.until_end(tokens)
+        self.output += taken
+        if taken and taken[-1] in self.stop_ids:
             self.finish_reason = FinishReason.STOP
-        elif len(self.output) == self.params.max_tokens:
+        elif taken and self.remaining == 0:
             self.finish_reason = FinishReason.LENGTH
+        return taken

@@ -1,0 +1,50 @@
+"""The target with its KV pages and expert memory: token ids of several sequences in, residual rows out."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.core import ExpertProvider, Phase
+from outrider.kvcache.pages import PageTable
+from outrider.kvcache.storage import KVStorage
+from outrider.models.batch import Batch, Observer, Span
+from outrider.models.decoder import Decoder
+
+
+class Target:
+    """Owns nothing of what it is given; `device` is where the decoder lives."""
+
+    def __init__(self, decoder: Decoder, kv: KVStorage, provider: ExpertProvider, device: torch.device) -> None:
+        self.decoder, self.kv, self.provider = decoder, kv, provider
+        self._device = device
+
+    def forward(
+        self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
+    ) -> tuple[Tensor, Batch]:
+        """Open a step of the provider and run `tokens[i]` behind what `tables[i]` holds, one forward for all.
+
+        The tables grow by their tokens, also when the forward fails: the caller truncates them, and commits the step.
+
+        Returns: the residual stream [rows, hidden] after the last layer, and the batch that was run.
+        """
+        batch = self._batch(tables, tokens)
+        self.provider.begin_step(phase)
+        return self.decoder.forward(batch, self.kv, self.provider, observer), batch
+
+    def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> Batch:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans = []
+        for table, own in zip(tables, tokens, strict=True):
+            start, stop = table.length, table.length + len(own)
+            table.append(len(own))
+            ids += own
+            positions += range(start, stop)
+            slots += table.slots(start, stop)
+            spans.append(Span(len(ids) - len(own), len(ids), start, self._tensor(self.kv.padded_pages(table))))
+        return Batch(self._tensor(ids), self._tensor(positions), self._tensor(slots), tuple(spans))
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,1 @@
+"""What is fetched before a router asks for it, and what came of it."""
