@@ -87,7 +87,7 @@ def read_draft_config(folder: Path) -> DraftConfig:
     if fields.raw.get("speculators_model_type") is not None:
         return _speculators(fields)
     architectures = fields.raw.get("architectures")
-    if not isinstance(architectures, list) or architectures != [ARCHITECTURE]:
+    if architectures != [ARCHITECTURE]:
         raise fields.refuse("architectures", f"this is no DFlash draft (those are {ARCHITECTURE!r}), name one instead")
     return _zlab(fields)
 
@@ -171,7 +171,7 @@ def _draft(
     if config.num_heads % config.num_kv_heads:
         raise layers.refuse("num_key_value_heads", f"{config.num_heads} attention heads do not divide among them")
     if config.head_dim % 2:
-        raise layers.refuse("head_dim", f"it is {config.head_dim}, and rotary embedding needs an even one")
+        raise CheckpointError(f"{layers.path}: head_dim is {config.head_dim}; rotary embedding needs an even one")
     if config.draft_vocab_size > vocabulary:
         raise top.refuse("draft_vocab_size", f"the whole vocabulary has {vocabulary} tokens")
     if top.raw.get("target_hidden_size") not in (None, hidden):
@@ -198,9 +198,9 @@ def _windows(layers: Fields, options: Fields, count: int) -> tuple[tuple[int | N
     if "sliding_attention" not in kinds:
         return (None,) * count, False
     if use_swa is False:
-        raise options.refuse("use_swa", "but layer_types has sliding layers")
+        raise options.refuse("use_swa", "layer_types has sliding layers, so one of them is wrong")
     if use_sliding is False and not forced:
-        raise layers.refuse("use_sliding_window", "but layer_types has sliding layers")
+        raise layers.refuse("use_sliding_window", "layer_types has sliding layers, so one of them is wrong")
     window = _window(layers, options)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds), forced
 
@@ -214,9 +214,7 @@ def _window(layers: Fields, options: Fields) -> int:
     if not sizes:
         raise layers.refuse("sliding_window", "layers with sliding attention need one")
     if len(set(sizes.values())) > 1:
-        raise options.refuse(
-            "swa_window_size", f"but sliding_window is {sizes['sliding_window']}; remove the wrong one"
-        )
+        raise options.refuse("swa_window_size", f"sliding_window is {sizes['sliding_window']}, so one is wrong")
     return next(iter(sizes.values()))
 
 
@@ -226,7 +224,7 @@ def _causal(top: Fields, nested: Fields, windows: tuple[int | None, ...], forced
     value = _optional_flag(place, name)
     if value is None and forced:
         # Readers disagree on the default (vLLM: both ways), and a wrong one only shows as poor acceptance.
-        raise nested.refuse("use_swa", "then dflash_config.causal must say whether a block row sees later ones")
+        raise nested.refuse("use_swa", "dflash_config.causal must then say whether a block row sees later ones")
     if value and None in windows:
         raise place.refuse(name, "causal blocks are implemented for sliding layers only, and layer_types has full ones")
     return tuple(window is not None and value is not False for window in windows)
@@ -238,14 +236,17 @@ def _rope(layers: Fields) -> tuple[float, Yarn | None]:
     theta = layers.raw.get("rope_theta")
     shapes = [layers.raw[name] for name in ("rope_parameters", "rope_scaling") if layers.raw.get(name)]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
-        raise layers.refuse("rope_scaling", "but rope_parameters says otherwise; remove the wrong one")
+        raise layers.refuse("rope_scaling", "rope_parameters says otherwise, so one of them is wrong")
     if shapes:
         name = "rope_parameters" if layers.raw.get("rope_parameters") else "rope_scaling"
         inner = Fields(shapes[0], Path(f"{layers.path}: {name}"))
         _only_known(inner, _ROPE)
+        kind, old = inner.raw.get("rope_type"), inner.raw.get("type")
+        if kind is not None and old is not None and kind != old:
+            raise inner.refuse("type", f"rope_type is {kind!r}, so one of them is wrong")
         own = inner.raw.get("rope_theta")
         if own is not None and theta is not None and own != theta:
-            raise inner.refuse("rope_theta", f"but outside it is {theta!r}; remove the wrong one")
+            raise inner.refuse("rope_theta", f"outside {name} it is {theta!r}, so one of them is wrong")
         theta = theta if own is None else own
     if theta is None:
         raise CheckpointError(f"{layers.path} has no field 'rope_theta'")
@@ -272,7 +273,7 @@ def _default_taps(top: Fields, target_layers: int, layers: int) -> tuple[int, ..
     if layers == 1:
         return (target_layers // 2,)
     taps = tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
-    if len(set(taps)) != layers or not all(0 <= tap < target_layers for tap in taps):
+    if target_layers < 4 or len(set(taps)) != layers:
         raise top.refuse("num_target_layers", f"too few for {layers} default taps; name them in target_layer_ids")
     return taps
 
@@ -293,7 +294,7 @@ def _either(name: str, nested: Fields, top: Fields) -> Fields:
     """
     inside, outside = nested.raw.get(name), top.raw.get(name)
     if inside is not None and outside is not None and inside != outside:
-        raise nested.refuse(name, f"but outside dflash_config it is {outside!r}; remove the wrong one")
+        raise nested.refuse(name, f"outside dflash_config it is {outside!r}, so one of them is wrong")
     return top if inside is None else nested
 
 
@@ -303,7 +304,8 @@ def _only_known(fields: Fields, known: set[str]) -> None:
             continue
         if name not in _NEUTRAL:
             raise CheckpointError(
-                f"{fields.path}: field {name!r} is unknown to Outrider and could change what the draft computes"
+                f"{fields.path}: field {name!r} is unknown to Outrider and could change what the draft computes; "
+                "use a draft without it"
             )
         if value != _NEUTRAL[name]:
             raise fields.refuse(name, f"only {json.dumps(_NEUTRAL[name])} is implemented")
