@@ -24,6 +24,7 @@ LEVELS = {
     "engine": 4,
     "bench": 5,
     "train": 5,
+    "commands": 5,
     "console": 5,
     "cli": 5,
     "__main__": 5,

@@ -275,6 +275,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "rope_parameters.rope_type"),
     ("gpt_oss", {"rope_parameters": YARN | {"mscale": 2.0}}, "rope_parameters.mscale"),
     ("gpt_oss", {"rope_parameters": YARN | {"factor": -1}}, "factor"),
+    ("qwen3_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("gpt_oss", {"rope_parameters": YARN | {"rope_theta": "big"}}, "rope_theta"),
     ("gpt_oss", {"rope_parameters": {"full_attention": YARN}}, "rope_parameters"),
     ("gpt_oss", {"rope_parameters": [1]}, "rope_parameters"),

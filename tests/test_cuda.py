@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from oracle_drafter import install_oracle
 from outrider.config import EngineOptions, parse_slots
 from outrider.core import Band, ExpertKey
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.experts.store import MappedStore, PinnedStore
+from pairs import greedy, ids, make_pair, open_pair
 from test_parity import generate, make_texts
+from test_speculation import SAMPLED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -73,3 +76,29 @@ def test_prefetch_and_resets(folder: Path) -> None:
     assert seen.prefetched_bytes > 0
     assert seen.wasted_prefetch_bytes <= seen.prefetched_bytes
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_speculation_runs_on_the_gpu_and_gives_the_same_at_any_residency(tmp_path: Path, dtype: str) -> None:
+    """cuBLAS does not promise width invariance: tokens are compared between residencies, not with plain decoding."""
+    make_pair(tmp_path, "gpt_oss-mxfp4")
+    outputs, accepted = [], []
+    for slots in ("100%", "50%", "25%"):
+        engine = open_pair(tmp_path, slots, device="cuda", dtype=dtype)
+        prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in enumerate((5, 40, 23))]
+        first = [engine.submit(prompt, greedy(32)) for prompt in prompts]
+        while engine.step():
+            pass
+        oracle = install_oracle(engine, 0.2)
+        again = [engine.submit(prompt, params) for prompt in prompts for params in (greedy(32), SAMPLED)]
+        for session in again:
+            oracle.know(session, first[again.index(session) // 2].output)
+        engine.reset_counters()
+        while engine.step():
+            pass
+        outputs.append([s.output for s in (*first, *again)])
+        accepted.append(engine.stats().mean_acceptance_length or 0)
+        assert check_slots(engine) > 0
+        engine.close()
+    assert outputs[1:] == outputs[:1] * 2
+    assert min(accepted) > 1.5

@@ -1,15 +1,19 @@
 """Speculation never changes a token: both families, windows shorter than the text, any width, residency and batch."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oracle_drafter import install_oracle
 from outrider import SamplingParams
+from outrider.checkpoint.hf_config import read_config
 from outrider.engine.engine import Engine
 from pairs import assert_same, finish, greedy, ids, make_pair, open_pair
+from tiny import tiny_gpt_oss, tiny_qwen3_moe
+from tiny_draft import tiny_draft
 
 TOKENS = 64
 LENGTHS = (5, 21, 40)
@@ -115,3 +119,47 @@ def test_a_sampled_request_gives_the_same_alone_by_hand_and_at_any_residency(pai
         outputs += [together[0].output, by_hand.output]
         engine.close()
     assert outputs == outputs[:1] * 6 and len(outputs[0]) == TOKENS
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+SHAPES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "gpt-oss-20b": (
+        lambda folder: tiny_gpt_oss(folder, mxfp4=True, layers=24),
+        {
+            "block": 8,
+            "taps": (1, 6, 11, 16, 21),
+            "heads": 64,
+            "kv_heads": 8,
+            "bias": True,
+            "rope_theta": 150000.0,
+            "rope_scaling": YARN,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "qwen3-coder-30b-a3b": (
+        lambda folder: tiny_qwen3_moe(folder, layers=48),
+        {"block": 16, "taps": (1, 12, 23, 34, 45), "heads": 32, "kv_heads": 4, "rope_theta": 1e7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_drafts_of_the_published_shapes_run(tmp_path: Path, name: str) -> None:
+    """Targets of the real depth: a whole block is drafted, and no token changes."""
+    make_target, shape = SHAPES[name]
+    make_target(tmp_path / "target")
+    tiny_draft(tmp_path / "draft", read_config(tmp_path / "target"), layers=8, **shape)
+    plain, engine = open_pair(tmp_path, "50%", speculate=False), open_pair(tmp_path, "50%")
+    prompt = ids(0, 12, engine.config.vocab_size)
+    expected = finish(plain, [plain.begin_session(prompt, greedy(24))])
+    session = engine.begin_session(prompt, greedy(24))
+    (draft,) = engine.draft_round([session])
+    assert len(draft.tokens) == shape["block"] - 1
+    engine.verify_round([session])
+    assert finish(engine, [session]) == expected
+    install_oracle(engine, 0.1).know(again := engine.begin_session(prompt, greedy(24)), expected[0])
+    engine.reset_counters()
+    assert finish(engine, [again]) == expected
+    assert (engine.stats().mean_acceptance_length or 0) > 3
+    plain.close()
+    engine.close()

@@ -102,7 +102,7 @@ def stream(llm: "LLM", prompt: str | list[int], params: SamplingParams, quiet: b
         "text": "".join(chunk.text for chunk in chunks) if is_text else None,
         "finish_reason": chunks[-1].finish_reason,
         "tokens_per_second": decode_rate(stats),
-        "mean_acceptance_length": stats.decode_tokens / stats.decode_steps if stats.decode_steps else None,
+        "mean_acceptance_length": stats.mean_acceptance_length,
         "stats": stats.to_dict(),
     }
 
@@ -155,6 +155,34 @@ def decode_rate(stats: Stats) -> float | None:
     return stats.decode_tokens / stats.decode_seconds
 
 
+def _acceptance(length: float | None, by_position: list[float]) -> str:
+    shares = " ".join(f"{share:.0%}" for share in by_position)
+    return f"{length:.2f} tokens a round, the bonus token included; by position {shares}"
+
+
+def comparison(reports: dict[str, dict[str, Any]], identical: bool) -> Table:
+    """Reports of `stream` side by side, and whether the tokens are the same in all of them."""
+    table = Table(title_justify="left", box=None, padding=(0, 2))
+    table.add_column("")
+    for name in reports:
+        table.add_column(name, justify="right")
+
+    def row(name: str, figure: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(name, *(figure(report) for report in reports.values()))
+
+    def stat(name: str, form: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda report: "-" if report["stats"][name] is None else form(report["stats"][name])
+
+    row("tokens/s", lambda r: "-" if r["tokens_per_second"] is None else f"{r['tokens_per_second']:.1f}")
+    row("target steps", stat("decode_steps", str))
+    row("acceptance length, bonus included", stat("mean_acceptance_length", "{:.2f}".format))
+    row("hit rate", stat("expert_cache_hit_rate", "{:.1%}".format))
+    row("cold bytes", stat("cold_bytes", format_bytes))
+    row("waited for experts", stat("exposed_fetch_seconds", lambda s: f"{s * 1e3:.1f} ms"))
+    table.add_row("identical", f"{'yes' if identical else 'NO'}", "")
+    return table
+
+
 def stats_table(stats: Stats) -> Table:
     """What the expert cache did, for people."""
     table = Table(title="expert cache", title_justify="left", show_header=False, box=None, padding=(0, 2))
@@ -164,6 +192,8 @@ def stats_table(stats: Stats) -> Table:
 
     rate, hit_rate = decode_rate(stats), stats.expert_cache_hit_rate
     row("decode speed", "-" if rate is None else f"{rate:.1f} tokens/s over {stats.decode_steps} steps")
+    if stats.acceptance_by_position is not None:
+        row("acceptance", _acceptance(stats.mean_acceptance_length, stats.acceptance_by_position))
     home = f"for {stats.num_offloaded_experts} experts in host memory or on disk"
     row("slots", f"{stats.expert_slots_total} {home if stats.num_offloaded_experts else 'hold all experts'}")
     row("resident bytes", format_bytes(stats.expert_occupancy_bytes))

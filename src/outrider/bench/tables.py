@@ -50,8 +50,9 @@ def _section(name: str, result: dict[str, Any]) -> str:
         f"`{where['command']}`; commit {where['commit']}, {where['threads']} threads{driver}; {versions}.",
         f"{result['prompt_tokens']} + {result['output_tokens']} tokens, median of {result['repeats']} runs.",
         "",
-        "| slots | policy | tokens/s | hit rate | cold bytes/token | waited/token | copy path | identical |",
-        "|--:|---|--:|--:|--:|--:|--:|---|",
+        "| slots | policy | width | tokens/s | accepted | hit rate | cold bytes/token | waited/token | copy path "
+        "| identical |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     return "\n".join([*lines, *(_row(row) for row in result["rows"]), ""])
 
@@ -61,7 +62,9 @@ def _row(row: dict[str, Any]) -> str:
     cells = [
         row["expert_slots"],
         row["policy"],
+        str(row.get("width", "off")),  # results older than the draft were all taken without one
         f"{row['tokens_per_second']:.1f} ({row['slowest']:.1f}-{row['fastest']:.1f})",
+        f"{row.get('mean_acceptance_length', 1.0):.2f}",
         "-" if row["expert_cache_hit_rate"] is None else f"{row['expert_cache_hit_rate']:.1%}",
         format_bytes(row["cold_bytes_per_token"]),
         "-" if waited is None else f"{1e3 * waited:.2f} ms",

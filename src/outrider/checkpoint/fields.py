@@ -91,6 +91,7 @@ class Fields:
         inner = Fields(rope, Path(f"{self.path}: {name}"))
         if any(isinstance(value, Mapping) for value in rope.values()):
             raise self.refuse(name, "settings per layer type are not implemented")
+        inner.only("partial_rotary_factor", 1.0)
         theta = (inner if rope.get("rope_theta") is not None else self).number("rope_theta", default_theta)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":

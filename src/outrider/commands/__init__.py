@@ -1,0 +1,1 @@
+"""The commands: thin shells around library calls, assembled in `cli.py`."""

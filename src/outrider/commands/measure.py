@@ -1,0 +1,103 @@
+"""`cache-sim` and `bench`: figures, with where and how they were taken."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.commands.options import Device, Draft, Dtype, Json, MaxTokens, Model, Threads, given_ids
+from outrider.commands.run import DEMO_PROMPT
+from outrider.config import parse_slots, parse_width
+from outrider.console import errors, progress_bars, show, write_json
+from outrider.errors import ConfigError
+
+
+def cache_sim(
+    trace: Annotated[Path, typer.Argument(help="Recorded routing: .npz, .jsonl, .csv or .csv.gz.")],
+    fractions: Annotated[str, typer.Option(help="Shares of each layer's experts that have a slot.")] = "25%,50%,75%",
+    tokens: Annotated[int, typer.Option(help="Replay at most this many tokens, longest runs first; 0: all.")] = 4000,
+    warmup: Annotated[
+        int, typer.Option(help="Tokens at the start of each run that are replayed but not counted.")
+    ] = 32,
+    keep_cache: Annotated[bool, typer.Option(help="Do not empty the cache between runs.")] = False,
+    num_experts: Annotated[int | None, typer.Option(help="Experts a layer, where the trace does not say.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the curves to this PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay recorded routing through LRU, LFU, decayed LFU and Belady's optimum."""
+    from outrider.bench import cache_sim as sim
+    from outrider.bench.traces import read_trace
+
+    shares = [_share(share) for share in fractions.split(",")]
+    recorded = read_trace(trace, num_experts)
+    with progress_bars(unit="tokens") as progress:
+        result = sim.simulate(
+            recorded,
+            shares,
+            warmup=warmup,
+            max_tokens=tokens or None,
+            keep_cache=keep_cache,
+            progress=partial(progress, "replaying"),
+        )
+    if plot is not None:
+        sim.plot(result, plot)
+        errors.print(f"wrote {plot}")
+    show(result, sim.render, as_json)
+
+
+def residency(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = DEMO_PROMPT,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
+    expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,75%,50%,25%",
+    policies: Annotated[str, typer.Option(help="Policies to measure.")] = "decayed-lfu,lru",
+    draft: Draft = None,
+    widths: Annotated[str, typer.Option(help="Rows of a verify to measure: off,2,4,auto. 'off' is plain.")] = "off",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    max_tokens: MaxTokens = 128,
+    repeats: Annotated[int, typer.Option(help="Runs a row.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Decode with fewer and fewer experts resident: speed, hit rate, cold bytes, and whether a token changes."""
+    from outrider.bench import residency as bench
+
+    given = prompt if prompt_ids is None else given_ids(prompt_ids)
+    with progress_bars(unit="settings") as progress:
+        result = bench.bench_residency(
+            model,
+            given,
+            expert_slots.split(","),
+            policies.split(","),
+            max_tokens,
+            repeats,
+            progress,
+            draft,
+            [parse_width(width) for width in widths.split(",")],
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+    if output is not None:
+        write_json(output, result.to_dict())
+    show(result, bench.render, as_json)
+
+
+def tables(
+    results: Annotated[Path, typer.Argument(help="Folder of result files, one folder a device below it.")],
+) -> None:
+    """Print the Markdown of all results, which is BENCHMARKS.md."""
+    from outrider.bench.tables import markdown
+
+    sys.stdout.write(markdown(results))
+
+
+def _share(text: str) -> float:
+    fraction = parse_slots(text).fraction if text.strip().endswith("%") else None
+    if fraction is None:
+        raise ConfigError(f"--fractions takes shares such as 25%,50%, not '{text}'")
+    return fraction

@@ -1,0 +1,191 @@
+"""Training text that the target writes itself, kept on disk sequence by sequence.
+
+Contract: `regenerate` continues prompts by this engine, with any part of the experts resident; sequence `i` is a pure
+function of the prompts, the settings and `i`. `Samples` is append-only and survives being killed at any moment: what
+`append` has returned for is there when the folder is opened again, and nothing half-written is.
+
+Several processes, each with its own seed and folder, share the work of a large run (`train_draft` takes all folders):
+
+    python -m outrider.train.draft_data demo --data FOLDER --out SAMPLES --seed 3 --sequences 10000
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.config import EngineOptions, SamplingParams, parse_slots
+from outrider.core import Progress, no_progress
+from outrider.engine.build import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.tokenizer import Tokenizer
+from outrider.errors import ConfigError, OutriderError
+from outrider.train.draft_text import Prompts, read_texts
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How the target continues prompts.
+
+    Attributes:
+        prompt: fewest and most tokens of a prompt.
+        tokens: most tokens of a continuation; a stop token ends it before.
+        greedy: share of sequences decoded greedily, the others at `temperature`. A small model repeats itself when
+            greedy, so some of both.
+        batch: sequences decoded together.
+    """
+
+    prompt: tuple[int, int] = (32, 256)
+    tokens: int = 192
+    greedy: float = 0.7
+    temperature: float = 0.8
+    batch: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        fewest, most = self.prompt
+        if not 1 <= fewest <= most or self.tokens < 2 or self.batch < 1 or not 0 <= self.greedy <= 1:
+            raise ConfigError(f"{self} is not usable: prompts need 1 <= fewest <= most, continuations 2 tokens")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and continuation."""
+        return self.prompt[1] + self.tokens
+
+    def params(self, index: int) -> SamplingParams:
+        """How sequence `index` is decoded."""
+        sampled = np.random.default_rng((self.seed, index, 1)).random() >= self.greedy
+        return SamplingParams(self.tokens, temperature=self.temperature if sampled else 0.0, seed=index)
+
+
+class Samples:
+    """Token sequences in a folder: tokens.bin (uint16, or int32 for a large vocabulary) and spans.bin.
+
+    spans.bin is int32 [N, 2]: prompt length and whole length of each sequence. It is written last, so it decides what
+    is there.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder = folder
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tokens, self._spans = folder / "tokens.bin", folder / "spans.bin"
+        for file in (self._tokens, self._spans):
+            file.touch()
+        whole = self._spans.stat().st_size // 8 * 8
+        _cut(self._spans, whole)
+        self.spans: NDArray[np.int32] = np.fromfile(self._spans, dtype=np.int32).reshape(-1, 2)
+        total = int(self.spans[:, 1].sum()) * self.dtype.itemsize
+        if self._tokens.stat().st_size < total:
+            raise ConfigError(f"{self._tokens} is shorter than {self._spans} says; remove the folder and start over")
+        _cut(self._tokens, total)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def append(self, sequences: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Add (ids, prompt length) of each sequence."""
+        spans = np.array([(prompt, len(ids)) for ids, prompt in sequences], dtype=np.int32).reshape(-1, 2)
+        flat = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _ in sequences])
+        for file, values in ((self._tokens, flat), (self._spans, spans)):
+            with file.open("ab") as end:
+                end.write(values.tobytes())
+        self.spans = np.concatenate((self.spans, spans))
+
+    def tokens(self) -> NDArray[np.uint16] | NDArray[np.int32]:
+        """All ids one after the other."""
+        return np.fromfile(self._tokens, dtype=self.dtype)
+
+
+def _cut(file: Path, size: int) -> None:
+    if file.stat().st_size > size:
+        with file.open("r+b") as end:
+            end.truncate(size)
+
+
+def regenerate(
+    engine: Engine,
+    prompts: Prompts,
+    samples: Samples,
+    count: int,
+    settings: Continuation,
+    progress: Progress = no_progress,
+) -> None:
+    """Fill `samples` up to `count` sequences; what is there already is kept.
+
+    Raises: RequestError if a prompt with its continuation does not fit into the engine's context.
+    """
+    while len(samples) < count:
+        progress("regenerating text (sequences)", len(samples), count)
+        chunk = range(len(samples), min(len(samples) + settings.batch, count))
+        sessions = []
+        try:
+            for index in chunk:
+                sessions.append(engine.submit(prompts.prompt(index), settings.params(index)))
+            while not all(session.finished for session in sessions):
+                engine.step()
+        finally:
+            for session in sessions:
+                engine.cancel(session)
+        samples.append([([*s.prompt, *s.output], len(s.prompt)) for s in sessions])
+    progress("regenerating text (sequences)", count, count)
+
+
+def engine_options(settings: Continuation, **options: object) -> EngineOptions:
+    """Options of an engine that holds `settings.batch` sequences of the greatest length; `options` override them."""
+    context = settings.longest
+    wanted = {
+        "max_context": context,
+        "kv_tokens": settings.batch * (context + 16),
+        "max_batch": settings.batch,
+        "probe_copies": False,
+    }
+    return EngineOptions(**wanted | options)  # type: ignore[arg-type]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    settings = Continuation(
+        (args.shortest, args.longest), args.tokens, args.greedy, args.temperature, args.batch, args.seed
+    )
+    try:
+        texts = read_texts(args.data)
+        options = engine_options(
+            settings, expert_slots=parse_slots(args.expert_slots), device=args.device, dtype=args.dtype, threads=1
+        )
+        engine = build_engine(args.target, options)
+        prompts = Prompts(texts.train, Tokenizer(engine.checkpoint.folder), settings.prompt, settings.seed)
+        regenerate(engine, prompts, Samples(args.out, engine.config.vocab_size), args.sequences, settings)
+        engine.close()
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m outrider.train.draft_data")
+    add = parser.add_argument
+    add("target", help="demo, a checkpoint folder or a hub id")
+    add("--data", type=Path, nargs="+", required=True, help="what read_texts reads")
+    add("--out", type=Path, required=True, help="folder of samples, continued if it exists")
+    add("--sequences", type=int, default=1000)
+    add("--shortest", type=int, default=Continuation.prompt[0], help="fewest tokens of a prompt")
+    add("--longest", type=int, default=Continuation.prompt[1], help="most tokens of a prompt")
+    add("--tokens", type=int, default=Continuation.tokens, help="most tokens of a continuation")
+    add("--greedy", type=float, default=Continuation.greedy, help="share of greedy sequences")
+    add("--temperature", type=float, default=Continuation.temperature, help="of the others")
+    add("--batch", type=int, default=Continuation.batch)
+    add("--seed", type=int, default=0, help="give each process another one")
+    add("--expert-slots", default="100%")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
