@@ -12,6 +12,7 @@ LEVELS = {
     "errors": 0,
     "config": 0,
     "core": 0,
+    "figure": 0,
     "stats": 0,
     "checkpoint": 1,
     "kernels": 1,

@@ -71,16 +71,20 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 @contextmanager
 def progress_bars(unit: str = "bytes") -> Iterator[Report]:
-    """A `core.Progress` that draws a bar for each kind of work; bytes are shown with their rate."""
+    """A `core.Progress` that draws a bar for each kind of work; bytes are shown with their rate.
+
+    What follows a colon in its name may change while the bar stays: "training: loss 2.31".
+    """
     speed = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
     columns = (TextColumn("{task.description}"), BarColumn(), *speed, TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
+            kind = what.partition(":")[0]
+            if kind not in tasks:
+                tasks[kind] = bars.add_task(what, total=total)
+            bars.update(tasks[kind], description=what, completed=done, total=total)
 
         yield report
 

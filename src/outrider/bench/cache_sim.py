@@ -32,6 +32,7 @@ from rich.table import Table
 from outrider.bench.traces import RoutingTrace
 from outrider.errors import ConfigError
 from outrider.experts.policy import LRU, CachePolicy, DecayedLFU
+from outrider.figure import new_figure, save_figure
 
 SimPolicy = Literal["lru", "lfu", "decayed-lfu", "belady", "belady-bypass"]
 SIM_POLICIES: tuple[SimPolicy, ...] = get_args(SimPolicy)
@@ -312,13 +313,7 @@ def plot(result: CacheSimResult, path: str | Path) -> None:
 
     Raises: ConfigError if matplotlib is not installed, or if `path` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a plot needs matplotlib, which is not installed; install it with: pip install matplotlib"
-        ) from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     styles = {"belady": ("black", "--"), "belady-bypass": ("gray", ":")}
     for policy in dict.fromkeys(row.policy for row in result.rows):
@@ -332,7 +327,4 @@ def plot(result: CacheSimResult, path: str | Path) -> None:
     axes.set_ylabel("hit rate, %")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
+    save_figure(figure, path)

@@ -7,28 +7,36 @@ should not be used afterwards).
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Raise a KeyboardInterrupt that arrives inside at the end; outside the main thread this does nothing."""
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
+    """Handle a SIGINT or SIGTERM that arrives inside at the end, if a Python function handles it at all.
+
+    Outside the main thread this does nothing.
+    """
+    usual: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in _INTERRUPTS}
+        usual = {int(number): handler for number, handler in handlers.items() if callable(handler)}
     arrived: list[tuple[int, FrameType | None]] = []
 
     def keep(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(number, usual[number])
         arrived.append((number, frame))
 
-    signal.signal(signal.SIGINT, keep)
+    for number in usual:
+        signal.signal(number, keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-        if arrived:
-            usual(*arrived[0])
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for number, frame in arrived[:1]:
+            usual[number](number, frame)

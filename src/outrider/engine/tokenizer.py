@@ -46,6 +46,10 @@ class Tokenizer:
             raise RequestError(f"the chat template of {self._folder} refuses this conversation: {error}") from error
         return self._encode(text, add_special_tokens=False)
 
+    def mask_token_id(self) -> int | None:
+        """The token that stands for a blank; None if there is none."""
+        return self._tokenizer.mask_token_id  # type: ignore[no-any-return]
+
     def check_chat(self) -> None:
         """Raises: RequestError if conversations cannot be encoded at all."""
         if not self._tokenizer.chat_template:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,46 +23,9 @@ from outrider.errors import ConfigError
 from outrider.kvcache.pages import PAGE_SIZE, PageTable
 from outrider.models.target import Target
 from outrider.spec.observation import Observation
+from outrider.train.draft_data import Sequences
 
 _SPARE_DISK = 1 << 30
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Token sequences one after the other.
-
-    tokens: int32 [N]; lengths, prompts: int64 [S], whole lengths and how many tokens of each are its prompt.
-    """
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int64]
-    prompts: NDArray[np.int64]
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """int64 [S]: where each begins in `tokens`."""
-        return np.concatenate((np.zeros(1, dtype=np.int64), self.lengths.cumsum()[:-1]))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def first(self, count: int) -> "Sequences":
-        """The first `count` of them."""
-        return Sequences(self.tokens[: self.lengths[:count].sum()], self.lengths[:count], self.prompts[:count])
-
-    def __add__(self, other: "Sequences") -> "Sequences":
-        return Sequences(
-            np.concatenate((self.tokens, other.tokens)),
-            np.concatenate((self.lengths, other.lengths)),
-            np.concatenate((self.prompts, other.prompts)),
-        )
-
-    def digest(self, taps: Sequence[int]) -> str:
-        """Tells these sequences with these taps from any others."""
-        seen = hashlib.sha256(repr(tuple(taps)).encode())
-        for part in (self.tokens, self.lengths):
-            seen.update(part.tobytes())
-        return seen.hexdigest()
 
 
 def capture(
@@ -82,7 +44,7 @@ def capture(
     """
     width = len(taps) * engine.config.hidden_size
     shape, state = (len(sequences.tokens), width), path.with_suffix(".json")
-    key = sequences.digest(taps)
+    key = _digest(sequences, taps)
     done = 0
     if state.exists() and path.exists():
         stored = json.loads(state.read_text(encoding="utf-8"))
@@ -128,6 +90,14 @@ def _chunks(lengths: NDArray[np.int64], first: int, room: int) -> list[range]:
             start, used = index, 0
         used += needed
     return [*chunks, range(start, len(lengths))] if start < len(lengths) else chunks
+
+
+def _digest(sequences: Sequences, taps: Sequence[int]) -> str:
+    """Tells these sequences with these taps from any others."""
+    seen = hashlib.sha256(repr(tuple(taps)).encode())
+    for part in (sequences.tokens, sequences.lengths):
+        seen.update(part.tobytes())
+    return seen.hexdigest()
 
 
 def _check_room(path: Path, nbytes: int, limit: int) -> None:

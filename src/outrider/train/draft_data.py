@@ -12,7 +12,7 @@ Several processes, each with its own seed and folder, share the work of a large 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,11 @@ from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.tokenizer import Tokenizer
 from outrider.errors import ConfigError, OutriderError
+from outrider.kvcache.pages import PAGE_SIZE
 from outrider.train.draft_text import Prompts, read_texts
+
+Written = tuple[Sequence[int], int]
+"""Ids of a sequence with its prompt, and how many of them are the prompt."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,51 @@ class Continuation:
         return SamplingParams(self.tokens, temperature=self.temperature if sampled else 0.0, seed=index)
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Token sequences one after the other.
+
+    tokens: int32 [N]; lengths, prompts: int64 [S], whole lengths and how many tokens of each are its prompt.
+    """
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+
+    @staticmethod
+    def of(written: Sequence[Written]) -> "Sequences":
+        """Of (ids, prompt length) each."""
+        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(ids, np.int32) for ids, _ in written)])
+        lengths = np.array([len(ids) for ids, _ in written], np.int64)
+        return Sequences(tokens, lengths, np.array([prompt for _, prompt in written], np.int64))
+
+    @staticmethod
+    def join(parts: "Sequence[Sequences]") -> "Sequences":
+        """All of them in order."""
+        return Sequences(
+            np.concatenate([p.tokens for p in parts]),
+            np.concatenate([p.lengths for p in parts]),
+            np.concatenate([p.prompts for p in parts]),
+        )
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """int64 [S]: where each begins in `tokens`."""
+        return self.lengths.cumsum() - self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
 class Samples:
-    """Token sequences in a folder: tokens.bin (uint16, or int32 for a large vocabulary) and spans.bin.
+    """Token sequences in a folder: tokens.bin, int32, and spans.bin.
 
     spans.bin is int32 [N, 2]: prompt length and whole length of each sequence. It is written last, so it decides what
     is there.
     """
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
         folder.mkdir(parents=True, exist_ok=True)
         self._tokens, self._spans = folder / "tokens.bin", folder / "spans.bin"
         for file in (self._tokens, self._spans):
@@ -79,7 +118,7 @@ class Samples:
         whole = self._spans.stat().st_size // 8 * 8
         _cut(self._spans, whole)
         self.spans: NDArray[np.int32] = np.fromfile(self._spans, dtype=np.int32).reshape(-1, 2)
-        total = int(self.spans[:, 1].sum()) * self.dtype.itemsize
+        total = int(self.spans[:, 1].sum()) * 4
         if self._tokens.stat().st_size < total:
             raise ConfigError(f"{self._tokens} is shorter than {self._spans} says; remove the folder and start over")
         _cut(self._tokens, total)
@@ -87,18 +126,19 @@ class Samples:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def append(self, sequences: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Add (ids, prompt length) of each sequence."""
-        spans = np.array([(prompt, len(ids)) for ids, prompt in sequences], dtype=np.int32).reshape(-1, 2)
-        flat = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _ in sequences])
-        for file, values in ((self._tokens, flat), (self._spans, spans)):
+    def append(self, written: Sequence[Written]) -> None:
+        """Add sequences."""
+        added = Sequences.of(written)
+        spans = np.stack((added.prompts, added.lengths), axis=1).astype(np.int32)
+        for file, values in ((self._tokens, added.tokens), (self._spans, spans)):
             with file.open("ab") as end:
                 end.write(values.tobytes())
         self.spans = np.concatenate((self.spans, spans))
 
-    def tokens(self) -> NDArray[np.uint16] | NDArray[np.int32]:
-        """All ids one after the other."""
-        return np.fromfile(self._tokens, dtype=self.dtype)
+    def sequences(self, count: int) -> Sequences:
+        """The first `count`."""
+        prompts, lengths = self.spans[:count].astype(np.int64).T
+        return Sequences(np.fromfile(self._tokens, np.int32, int(lengths.sum())), lengths, prompts)
 
 
 def _cut(file: Path, size: int) -> None:
@@ -114,37 +154,37 @@ def regenerate(
     count: int,
     settings: Continuation,
     progress: Progress = no_progress,
+    what: str = "regenerating text",
 ) -> None:
     """Fill `samples` up to `count` sequences; what is there already is kept.
 
     Raises: RequestError if a prompt with its continuation does not fit into the engine's context.
     """
     while len(samples) < count:
-        progress("regenerating text (sequences)", len(samples), count)
+        progress(what, len(samples), count)
         chunk = range(len(samples), min(len(samples) + settings.batch, count))
-        sessions = []
-        try:
-            for index in chunk:
-                sessions.append(engine.submit(prompts.prompt(index), settings.params(index)))
-            while not all(session.finished for session in sessions):
-                engine.step()
-        finally:
-            for session in sessions:
-                engine.cancel(session)
-        samples.append([([*s.prompt, *s.output], len(s.prompt)) for s in sessions])
-    progress("regenerating text (sequences)", count, count)
+        samples.append(continuations(engine, [(prompts.prompt(i), settings.params(i)) for i in chunk]))
+    progress(what, count, count)
 
 
-def engine_options(settings: Continuation, **options: object) -> EngineOptions:
-    """Options of an engine that holds `settings.batch` sequences of the greatest length; `options` override them."""
-    context = settings.longest
-    wanted = {
-        "max_context": context,
-        "kv_tokens": settings.batch * (context + 16),
-        "max_batch": settings.batch,
-        "probe_copies": False,
-    }
-    return EngineOptions(**wanted | options)  # type: ignore[arg-type]
+def continuations(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Written]:
+    """Run all requests (prompt ids, parameters) together."""
+    sessions = []
+    try:
+        for prompt, params in requests:
+            sessions.append(engine.submit(prompt, params))
+        while not all(session.finished for session in sessions):
+            engine.step()
+    finally:
+        for session in sessions:
+            engine.cancel(session)
+    return [([*s.prompt, *s.output], len(s.prompt)) for s in sessions]
+
+
+def engine_options(options: EngineOptions, batch: int, longest: int) -> EngineOptions:
+    """`options` for an engine that holds `batch` sequences of `longest` tokens."""
+    kv_tokens = batch * (-(-longest // PAGE_SIZE) + 1) * PAGE_SIZE
+    return replace(options, max_context=longest, kv_tokens=kv_tokens, max_batch=batch, probe_copies=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,12 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         texts = read_texts(args.data)
-        options = engine_options(
-            settings, expert_slots=parse_slots(args.expert_slots), device=args.device, dtype=args.dtype, threads=1
-        )
-        engine = build_engine(args.target, options)
+        options = EngineOptions(parse_slots(args.expert_slots), device=args.device, dtype=args.dtype, threads=1)
+        engine = build_engine(args.target, engine_options(options, settings.batch, settings.longest))
         prompts = Prompts(texts.train, Tokenizer(engine.checkpoint.folder), settings.prompt, settings.seed)
-        regenerate(engine, prompts, Samples(args.out, engine.config.vocab_size), args.sequences, settings)
+        regenerate(engine, prompts, Samples(args.out), args.sequences, settings)
         engine.close()
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,17 +1,21 @@
-"""How much of its blocks a drafter gets right: greedy verification played back on text that the target has written.
+"""How much of its blocks a drafter gets right, on text that the target has written greedily.
 
-Contract: the text is the target's own greedy continuation, so a draft is accepted exactly if it equals the text, and
-the rounds are those that the engine would take. Only rounds whose whole block lies inside the text are counted.
-`mean_acceptance_length` includes the bonus token: plain decoding has 1.
+Contract: `played` is the engine itself, speculating. `simulate` needs no engine: a draft is accepted exactly if it
+equals the text, so the rounds are those that the engine would take; only rounds whose whole block lies inside the text
+are counted. `mean_acceptance_length` includes the bonus token: plain decoding has 1.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.config import SamplingParams
+from outrider.engine.engine import Engine
+from outrider.train.draft_data import Sequences, continuations
 from outrider.train.draft_loop import Frozen, TrainingSet
 from outrider.train.draft_model import DraftModel
 
@@ -20,15 +24,39 @@ _ANCHORS = 64
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`by_position[k]`: share of rounds in which draft k + 1 and all before it were accepted."""
+    """`by_position[k]`: of the rounds that tested draft k + 1, the share in which it and all before it were accepted.
+
+    `identical`: sequences whose tokens are those of plain decoding; None if they were taken from there.
+    """
 
     mean_acceptance_length: float
     by_position: list[float]
     rounds: int
     sequences: int
+    identical: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def played(engine: Engine, plain: Sequences, tokens: int) -> Acceptance:
+    """Let `engine`, which has a draft, write the texts `plain` again from their prompts.
+
+    Args: `tokens`: most tokens of a continuation, as when `plain` was written.
+    """
+    parts = np.split(plain.tokens, plain.lengths.cumsum()[:-1])
+    wanted = [part.tolist() for part in parts]
+    params = SamplingParams(tokens)
+    requests = [(ids[:prompt], params) for ids, prompt in zip(wanted, plain.prompts.tolist(), strict=True)]
+    written = [ids for ids, _ in continuations(engine, requests)]
+    stats = engine.stats()
+    return Acceptance(
+        mean_acceptance_length=stats.mean_acceptance_length or 1.0,
+        by_position=stats.acceptance_by_position or [],
+        rounds=stats.rounds,
+        sequences=len(plain),
+        identical=sum(a == b for a, b in zip(written, wanted, strict=True)),
+    )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ at their own positions (row 0, the anchor, predicts nothing), row k weighted exp
 sequence's end weighted 0.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import DraftConfig
-from outrider.train.draft_capture import Sequences
+from outrider.train.draft_data import Sequences
 from outrider.train.draft_model import DraftModel
 from outrider.train.draft_recipe import Recipe
 from outrider.train.optim import Optimizer, learning_rate
@@ -142,17 +143,19 @@ def block_loss(model: DraftModel, frozen: Frozen, batch: Batch, gamma: float) ->
 class Trainer:
     """The loop's state: model, optimiser, step and the losses so far."""
 
-    def __init__(
-        self, config: DraftConfig, recipe: Recipe, data: TrainingSet, frozen: Frozen, device: torch.device
-    ) -> None:
-        self.recipe, self.device, self.frozen = recipe, device, frozen
+    def __init__(self, config: DraftConfig, recipe: Recipe, frozen: Frozen) -> None:
+        self.recipe, self.frozen = recipe, frozen
+        self.device = device = frozen.embedding.device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = DraftModel(config)
         self.model.initialise(recipe.seed, frozen.norm.cpu())
         self.model.to(device)
         self.optimizer = Optimizer(self.model, recipe.weight_decay)
-        self.batches = Batches(data, recipe, device)
+        self.batches: Batches | None = None
+        self.data: dict[str, int] = {}
         self.step = 0
+        self.seconds = 0.0
+        self.whole = True
         self.losses: list[float] = []
         self.curve: list[tuple[int, float]] = []
         self._fresh: list[Tensor] = []
@@ -161,19 +164,35 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
             self._loss = torch.compile(block_loss, dynamic=False)
 
+    def feed(self, data: TrainingSet) -> None:
+        """Take `data` to train on."""
+        self.batches = Batches(data, self.recipe, self.device)
+        lengths = data.sequences.lengths
+        self.data = {
+            "written_sequences": len(lengths) - data.raw,
+            "written_tokens": int(lengths[data.raw :].sum()),
+            "raw_sequences": data.raw,
+            "raw_tokens": int(lengths[: data.raw].sum()),
+        }
+
     def advance(self) -> None:
-        """One step; its loss is kept without waiting for it."""
-        r = self.recipe
+        """One step; its loss is kept without waiting for it. `whole` is False while weights are being changed."""
+        if self.batches is None:
+            raise RuntimeError("feed() the trainer before it advances")
+        r, began = self.recipe, time.monotonic()
         batch = self.batches.batch(self.step)
         batch = Batch(batch.features.to(self.dtype), batch.tokens, batch.lengths, batch.anchors)
         loss = self._loss(self.model, self.frozen, batch, r.position_gamma)
         loss.backward()
         warmup = max(1, round(r.warmup * r.steps))
+        self.whole = False
         self.optimizer.step(learning_rate(self.step, r.steps, r.rate, warmup, r.decay))
         self.step += 1
+        self.whole = True
         self._fresh.append(loss.detach())
         if len(self._fresh) >= _LOG_EVERY:
             self.settle()
+        self.seconds += time.monotonic() - began
 
     def settle(self) -> None:
         """Wait for the losses of all steps so far."""
@@ -187,6 +206,8 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state(),
             "step": self.step,
+            "seconds": self.seconds,
+            "data": self.data,
             "losses": self.losses,
             "curve": self.curve,
         }
@@ -200,4 +221,5 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state(state["optimizer"])
         self.step, self.losses = int(state["step"]), list(state["losses"])
+        self.seconds, self.data = float(state["seconds"]), dict(state["data"])
         self.curve = [(int(step), float(value)) for step, value in state["curve"]]

@@ -1,9 +1,9 @@
 """How a drafter is trained: one frozen dataclass, and the draft config that it gives for a target.
 
-Contract: no torch. Everything that the trained weights depend on, other than the text and the target, is in `Recipe`.
+Contract: everything that the trained weights depend on, other than the text and the target, is in `Recipe`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.config import DraftConfig, ModelConfig
 from outrider.errors import ConfigError
@@ -19,7 +19,6 @@ class Recipe:
         layers, heads, kv_heads, head_dim, intermediate: of the drafter; 0 gives the target's, intermediate three
             hidden sizes.
         taps: target layers that are read; (): `default_taps`.
-        window: of sliding layers; sliding: which layers slide. None does by default.
         mask_token: id that fills a block; None: the tokenizer's mask token, else the last id of the vocabulary.
         continuation: how text is regenerated; sequences: how many.
         raw_sequences: sequences of the text as it is, which are trained on beside the regenerated ones up to
@@ -39,14 +38,12 @@ class Recipe:
     head_dim: int = 0
     intermediate: int = 0
     taps: tuple[int, ...] = ()
-    window: int = 2048
-    sliding: tuple[int, ...] = ()
     mask_token: int | None = None
     continuation: Continuation = field(default_factory=Continuation)
     sequences: int = 8000
     raw_sequences: int = 0
     raw_tokens: int = 384
-    raw_until: float = 0.5
+    raw_until: float = 0.8
     heldout: int = 64
     heldout_tokens: int = 128
     steps: int = 4000
@@ -62,16 +59,26 @@ class Recipe:
     feature_bytes: int = 200 << 30
 
     def __post_init__(self) -> None:
-        for name in ("layers", "sequences", "heldout", "heldout_tokens", "steps", "batch", "anchors", "save_every"):
+        for name in ("layers", "heldout", "heldout_tokens", "steps", "batch", "anchors", "save_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.block < 2:
             raise ConfigError(f"block is {self.block}; a block needs an anchor and at least one draft")
 
     @property
+    def heldout_continuation(self) -> Continuation:
+        """How acceptance is measured: greedy, without a draft."""
+        return replace(self.continuation, tokens=self.heldout_tokens, greedy=1.0)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of any sequence that is written or captured."""
+        return max(self.continuation.longest, self.heldout_continuation.longest, self.raw_sequences and self.raw_tokens)
+
+    @property
     def position_gamma(self) -> float:
         """`gamma`, or what suits the block: 7 at 16, 4 at 8."""
-        return self.gamma or max(1.0, 0.45 * self.block)
+        return self.gamma or 0.45 * self.block
 
 
 def default_taps(target_layers: int, count: int) -> tuple[int, ...]:
@@ -95,8 +102,6 @@ def draft_config(recipe: Recipe, target: ModelConfig, mask_token: int) -> DraftC
     taps = recipe.taps or default_taps(target.num_layers, min(5, target.num_layers))
     if wrong := [tap for tap in taps if not 0 <= tap < target.num_layers]:
         raise ConfigError(f"tap {wrong[0]} is no layer of the target, which has {target.num_layers}, counted from 0")
-    if wrong := [layer for layer in recipe.sliding if not 0 <= layer < recipe.layers]:
-        raise ConfigError(f"sliding layer {wrong[0]} is none of the drafter's {recipe.layers}, counted from 0")
     if not 0 <= mask_token < target.vocab_size:
         raise ConfigError(f"mask token {mask_token} is none of the target's {target.vocab_size}, counted from 0")
     return DraftConfig(
@@ -115,6 +120,6 @@ def draft_config(recipe: Recipe, target: ModelConfig, mask_token: int) -> DraftC
         rms_norm_eps=1e-6,
         rope_theta=target.rope_theta,
         dtype="bfloat16",
-        windows=tuple(recipe.window if layer in recipe.sliding else None for layer in range(recipe.layers)),
+        windows=(None,) * recipe.layers,
         causal=(False,) * recipe.layers,
     )

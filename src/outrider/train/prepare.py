@@ -156,8 +156,8 @@ def _sources(corpus: Corpus, data: Sequence[Path], primary: tuple[str, str]) -> 
 
 
 def describe(path: Path) -> tuple[str, str]:
-    """("name==version", licence as its metadata states it) of a wheel; a folder gives its name and "not stated"."""
-    if not path.is_file():
+    """("name==version", stated licence) of a wheel; anything else gives its name and "not stated"."""
+    if not zipfile.is_zipfile(path):
         return path.name, "not stated"
     with zipfile.ZipFile(path) as archive:
         names = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA") and n.count("/") == 1]
