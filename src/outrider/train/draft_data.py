@@ -10,6 +10,7 @@ Several processes, each with its own seed and folder, share the work of a large 
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -126,6 +127,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.spans)
 
+    @property
+    def command(self) -> Path:
+        """A text file that says how they were made, for the card."""
+        return self.folder / "command.txt"
+
     def append(self, written: Sequence[Written]) -> None:
         """Add sequences."""
         added = Sequences.of(written)
@@ -197,7 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = EngineOptions(parse_slots(args.expert_slots), device=args.device, dtype=args.dtype, threads=1)
         engine = build_engine(args.target, engine_options(options, settings.batch, settings.longest))
         prompts = Prompts(texts.train, Tokenizer(engine.checkpoint.folder), settings.prompt, settings.seed)
-        regenerate(engine, prompts, Samples(args.out), args.sequences, settings)
+        samples = Samples(args.out)
+        samples.command.write_text(
+            "python -m outrider.train.draft_data " + shlex.join(arguments or sys.argv[1:]) + "\n"
+        )
+        regenerate(engine, prompts, samples, args.sequences, settings)
         engine.close()
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)

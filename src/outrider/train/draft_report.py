@@ -52,6 +52,7 @@ def render(report: dict[str, Any], acceptance: Acceptance) -> str:
     again, documents = recipe["continuation"], report["documents"]
     rows = "\n".join(f"| {k} | {share:.1%} |" for k, share in enumerate(acceptance.by_position, start=1))
     sources = "\n".join(f"| {name} | {licence} |" for name, licence in report["sources"])
+    commands = "\n".join(report["commands"])
     raw = (
         f" For the first {recipe['raw_until']:.0%} of the steps {data['raw_sequences']:,} sequences of the text as it "
         f"is, {data['raw_tokens']:,} tokens, were mixed in."
@@ -110,6 +111,6 @@ exp(-(k - 1) / {recipe["gamma"] or 0.45 * draft["block_size"]:g}).
 {sources}
 
 ```
-{report["command"]}
+{commands}
 ```
 """

@@ -99,11 +99,12 @@ def train_draft(
     work = _Work(out / "work")
     work.begin(_identity(target, data, samples, recipe))
     options = options or EngineOptions()
-    trainer, heldout, positions = _prepare(target, texts, samples, work, recipe, options, progress)
+    written = [Samples(folder) for folder in samples]
+    trainer, heldout, positions = _prepare(target, texts, written, work, recipe, options, progress)
     _train(trainer, heldout, work, progress)
     write_draft(trainer.model, out, positions)
     acceptance = _measure(target, out, heldout.sequences, recipe, options, progress)
-    write_report(out, _report(target, trainer, texts, command), acceptance)
+    write_report(out, _report(target, trainer, texts, written, command), acceptance)
     return acceptance
 
 
@@ -114,14 +115,13 @@ def _identity(target: str, data: Sequence[Path], samples: Sequence[Path], recipe
 def _prepare(
     target: str,
     texts: Texts,
-    samples: Sequence[Path],
+    written: Sequence[Samples],
     work: _Work,
     recipe: Recipe,
     options: EngineOptions,
     progress: Progress,
 ) -> tuple[Trainer, TrainingSet, int]:
     """A trainer with all that it needs of the target, held-out text, and the target's longest context."""
-    written = [Samples(folder) for folder in samples]
     longest = max([recipe.longest, *(int(s.spans[:, 1].max(initial=0)) for s in written)])
     with closing(build_engine(target, engine_options(options, recipe.continuation.batch, longest), progress)) as engine:
         source = _Source(engine, recipe, work, progress)
@@ -209,7 +209,7 @@ def _measure(
         return played(engine, heldout, recipe.heldout_tokens)
 
 
-def _report(target: str, trainer: Trainer, texts: Texts, command: str) -> dict[str, Any]:
+def _report(target: str, trainer: Trainer, texts: Texts, samples: Sequence[Samples], command: str) -> dict[str, Any]:
     config = trainer.model.config
     losses, every = trainer.losses, max(1, trainer.recipe.save_every)
     spans = [range(start, min(start + every, len(losses))) for start in range(0, len(losses), every)]
@@ -227,5 +227,5 @@ def _report(target: str, trainer: Trainer, texts: Texts, command: str) -> dict[s
         "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else platform.machine(),
         "dtype": str(trainer.dtype).removeprefix("torch."),
         "torch": str(torch.__version__),
-        "command": command,
+        "commands": [*(s.command.read_text().strip() for s in samples if s.command.is_file()), command],
     }
