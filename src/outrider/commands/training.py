@@ -42,7 +42,7 @@ def train_draft(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Train a DFlash draft for MODEL on text that MODEL itself writes; stop it at any time and run it again to go on."""
+    """Train a DFlash draft for MODEL on text that MODEL itself writes; stopped, it goes on when run again."""
     from outrider.train.draft_data import Continuation
     from outrider.train.draft_recipe import Recipe
     from outrider.train.draft_train import train_draft as train

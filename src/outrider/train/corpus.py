@@ -110,6 +110,8 @@ def read_source(path: Path) -> Iterator[Document]:
             if not _SKIPPED_PARTS.intersection(PurePosixPath(name).parts):
                 yield from _usable(path.name, name, (path / name).read_bytes())
     elif path.suffix in {".whl", ".zip"} and path.is_file():
+        if not zipfile.is_zipfile(path):
+            raise ConfigError(f"{path} is no zip archive; it is damaged, or it is something else")
         with zipfile.ZipFile(path) as archive:
             for name in sorted(n for n in archive.namelist() if n.endswith(".py")):
                 yield from _usable(path.name, name, archive.read(name))

@@ -128,7 +128,8 @@ def _content(line: str, where: str) -> str | Messages:
         raw = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON ({error})") from error
-    value: Any = next((raw[k] for k in ("text", "messages", "conversations") if k in raw), None) if raw else None
+    kinds = ("text", "messages", "conversations")
+    value: Any = next((raw[kind] for kind in kinds if kind in raw), None) if isinstance(raw, dict) else None
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
