@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +182,27 @@ def test_a_conversation_that_does_not_fit_is_said_and_dropped(outrider: Any, mon
 
 def test_demo_shows_text_and_table(outrider: Any) -> None:
     code, out, _ = outrider("demo", "--max-tokens", 24)
-    assert code == 0 and "class Stack" in out and "hit rate" in out and "96 for 192 experts" in out and "yes: " in out
-    code, out, _ = outrider("demo", "--max-tokens", 5, "--json")
-    plain = json.loads(out)["plain"]
+    assert code == 0 and "class Stack" in out and "hit rate" in out and "DFlash" in out
+    assert re.search(r"identical +yes", out)
+    code, out, _ = outrider("demo", "--max-tokens", 24, "--json")
+    plain, dflash = json.loads(out)["plain"], json.loads(out)["dflash"]
     assert plain["text"] and plain["stats"]["num_offloaded_experts"] == 192
-    assert json.loads(out)["identical"] is True
+    assert json.loads(out)["identical"] is True and plain["token_ids"] == dflash["token_ids"]
+    assert dflash["stats"]["decode_steps"] < plain["stats"]["decode_steps"] == 23
+
+
+def test_demo_says_when_tokens_differ(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.engine.llm import LLM
+
+    generate = LLM.generate
+
+    def other(self: Any, *args: Any) -> Any:
+        (completion,) = generate(self, *args)
+        return [replace(completion, token_ids=[*completion.token_ids[:-1], 0])]
+
+    monkeypatch.setattr(LLM, "generate", other)
+    code, out, _ = outrider("demo", "--max-tokens", 4)
+    assert code == 1 and re.search(r"identical +NO", out)
 
 
 @pytest.mark.parametrize(

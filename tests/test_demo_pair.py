@@ -21,10 +21,12 @@ def plain() -> LLM:
 
 @pytest.fixture(scope="module")
 def prompts(plain: LLM) -> list[list[int]]:
-    """Pieces of the standard library, 10 to 59 tokens from somewhere in the middle of a file."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::3][:PROMPTS]
-    texts = [file.read_text(encoding="utf-8", errors="ignore") for file in files]
-    return [plain.tokenizer.encode(text[len(text) // 2 :][:600])[: 10 + i] for i, text in enumerate(texts)]
+    """10 to 59 tokens from the middle of the standard library's files that neither model was trained on."""
+    held = json.loads((DEMO / "heldout.json").read_text())["heldout"]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = [(library / name).read_text(encoding="utf-8") for name in held if (library / name).is_file()]
+    texts += [text[len(text) // 4 :] for text in texts]
+    return [plain.tokenizer.encode(text[len(text) // 2 :][:600])[: 10 + i] for i, text in enumerate(texts[:PROMPTS])]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     for i, (prompt, want, got) in enumerate(zip(prompts, expected, outputs, strict=True)):
         assert_same(plain.engine, prompt, want, got, f"prompt {i}, width {width}, {slots}")
     assert stats.mean_acceptance_length is not None
-    assert stats.mean_acceptance_length == 1.0 if width == 1 else stats.mean_acceptance_length > 1.3
+    least = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.0}[width]
+    assert least <= stats.mean_acceptance_length <= width
 
 
 def test_one_prompt_takes_fewer_steps_and_streams_the_same_text(plain: LLM) -> None:

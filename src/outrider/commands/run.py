@@ -41,7 +41,8 @@ def demo(
 ) -> None:
     """The shipped pair writes Python, half of its experts resident, with its DFlash draft and without, side by side.
 
-    The prompt is also completed with all experts resident; "identical" says whether all three gave the same tokens.
+    The prompt is also completed with all experts resident; "identical" says whether all three gave the same tokens
+    (exit code 1 if not).
     """
     params = SamplingParams(max_tokens=max_tokens)
     settings: dict[str, Any] = {"expert_slots": expert_slots, "threads": 1}
@@ -58,6 +59,8 @@ def demo(
         print_json({"plain": plain, "dflash": dflash, "identical": identical})
     else:
         console.print(comparison({"plain": plain, "DFlash": dflash}, identical))
+    if not identical:
+        raise typer.Exit(1)
 
 
 def generate(
