@@ -56,7 +56,9 @@ class Batch:
 
 
 class Batches:
-    """Cuts batches out of a training set; all are padded to its longest sequence."""
+    """Cuts batches out of a training set, padded to their longest sequence; on CUDA, where shapes are compiled, to the
+    longest of all.
+    """
 
     def __init__(self, data: TrainingSet, recipe: Recipe, device: torch.device) -> None:
         self._recipe, self._device, self._raw = recipe, device, data.raw
@@ -85,7 +87,7 @@ class Batches:
         """The batch of a step, on the training device."""
         which, anchors = self.chosen(step)
         lengths = torch.from_numpy(self._lengths)[which]
-        at = torch.arange(self._longest)
+        at = torch.arange(self._longest if self._device.type == "cuda" else int(lengths.max()))
         inside = at < lengths.unsqueeze(1)
         rows = self._starts[which].unsqueeze(1) + at * inside  # beyond the end: the first token, seen by no block
         tokens = self._tokens[rows].long() * inside
