@@ -1,6 +1,7 @@
 """What a drafter learns from: documents and their split, prompts, text on disk that survives, captured features."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from outrider.spec.observation import Observation
 from outrider.train import draft_capture
 from outrider.train.corpus import is_heldout
 from outrider.train.draft_capture import capture
-from outrider.train.draft_data import Continuation, Samples, Sequences, engine_options, main, regenerate
+from outrider.train.draft_data import Continuation, Samples, Sequences, engine_options, main, read_samples, regenerate
 from outrider.train.draft_text import Prompts, Text, is_heldout_text, read_texts
 from pairs import ids
 from tiny import MAKERS, VOCAB
@@ -91,6 +92,8 @@ def test_every_kind_of_text_is_read_and_split_by_a_hash(tmp_path: Path) -> None:
         ("a.png", "x", "a.png is neither a folder of text nor"),
         ("a.zip", "x", "a.zip is no zip archive"),
         ("a.txt", "", "no text found in"),
+        ("a.jsonl", b'{"text": "\xe9"}', "a.jsonl is not UTF-8"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": " "}]}', "a.jsonl, line 1 has only empty messages"),
     ],
 )
 def test_text_that_cannot_be_read_is_refused_by_name(
@@ -102,6 +105,36 @@ def test_text_that_cannot_be_read_is_refused_by_name(
         read_texts([file])
     with pytest.raises(ConfigError, match="none is neither a folder"):
         read_texts([tmp_path / "none"])
+
+
+def test_copies_count_once_and_stay_on_the_held_out_side(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    for i in range(80):
+        (folder / "sub" / f"m{i}.txt").write_text(f"text {i}")
+    once, twice = read_texts([folder]), read_texts([folder, folder / "sub"])
+    held = {t.content for t in twice.heldout}
+    assert held >= {t.content for t in once.heldout} and held.isdisjoint(t.content for t in twice.train)
+    assert len(twice.train) + len(twice.heldout) == 80 and once.digest() != twice.digest()
+
+    def split(lines: list[dict[str, object]], end: str) -> tuple[set[object], set[object]]:
+        file = tmp_path / "lines.jsonl"
+        file.write_text("\n".join(map(json.dumps, lines)) + end)
+        texts = read_texts([file])
+        return {t.content for t in texts.train}, {t.content for t in texts.heldout}  # type: ignore[misc]
+
+    lines: list[dict[str, object]] = [{"text": f"line {i}"} for i in range(80)]
+    first = split(lines, "")
+    assert first[1] and split(lines, "\n") == first and split([{"id": 1} | line for line in lines] + lines, "") == first
+
+
+def test_long_conversations_lose_their_oldest_turns() -> None:
+    tokenizer = Tokenizer(DEMO)
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i} " + "word " * 10} for i in range(5)]
+    drawn = {tuple(Prompts([Text("a", turns)], tokenizer, (5, 60), 0).prompt(i)) for i in range(40)}
+    assert len(drawn) == 3 and all(len(p) <= 60 and p[:2] == tuple(tokenizer.chat(turns)[:2]) for p in drawn)
+    texts = [tokenizer.decode(list(p)) for p in drawn]
+    assert all(any(f"turn {last}" in text and f"turn {last + 1}" not in text for text in texts) for last in (0, 2, 4))
 
 
 def test_prompts_are_a_pure_function_and_begin_as_the_tokenizer_begins() -> None:
@@ -135,12 +168,12 @@ def test_a_sequence_does_not_depend_on_the_batch_nor_on_where_the_work_was_stopp
     for index, text in enumerate(lists(whole.sequences(7))):
         prompt = GivenPrompts().prompt(index)
         assert text[: len(prompt)] == prompt and len(prompt) < len(text) <= len(prompt) + 8
-    temperatures = {SETTINGS.params(i).temperature for i in range(7)}
-    assert temperatures == {0.0, 0.8}
+    params = [SETTINGS.params(i) for i in range(7)]
+    assert {p.temperature for p in params} == {0.0, 0.8} and len({p.seed for p in params}) == 7
 
 
 @pytest.mark.parametrize("torn", ["tokens.bin", "spans.bin"])
-def test_samples_survive_a_write_that_was_cut_off(tmp_path: Path, torn: str) -> None:
+def test_samples_survive_a_write_that_was_cut_off(tmp_path: Path, torn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = Samples(tmp_path)
     samples.append([([1, 2, 3], 1), ([4, 5], 1)])
     before = lists(samples.sequences(2))
@@ -148,12 +181,19 @@ def test_samples_survive_a_write_that_was_cut_off(tmp_path: Path, torn: str) -> 
         file.write(b"\1\0\0\0\2\0")
     again = Samples(tmp_path)
     assert len(again) == 2 and lists(again.sequences(2)) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(again, "_spans", tmp_path / "none" / "spans.bin")
+        with pytest.raises(FileNotFoundError):  # tokens are written first, so what has no span is not there
+            again.append([([6, 6, 6, 6], 2)])
+    again = Samples(tmp_path)
+    assert lists(read_samples(tmp_path)) == before == lists(again.sequences(2))
     again.append([([7, 8, 9], 2)])
     assert lists(Samples(tmp_path).sequences(3)) == [*before, [7, 8, 9]]
     with (tmp_path / "tokens.bin").open("r+b") as file:
         file.truncate(10)
-    with pytest.raises(ConfigError, match="is shorter than"):
-        Samples(tmp_path)
+    for reader in (Samples, read_samples):
+        with pytest.raises(ConfigError, match="is shorter than"):
+            reader(tmp_path)
 
 
 def test_the_module_command_fills_a_folder_and_says_how(tmp_path: Path) -> None:
@@ -163,7 +203,7 @@ def test_the_module_command_fills_a_folder_and_says_how(tmp_path: Path) -> None:
     assert main([*arguments, "--shortest", "3", "--longest", "6", "--tokens", "4"]) == 0
     torch.set_num_threads(before)
     samples = Samples(tmp_path / "out")
-    assert len(samples) == 3 and "--tokens 4" in samples.command.read_text()
+    assert len(samples) == 3 and "--tokens 4" in (tmp_path / "out" / "command.json").read_text()
     assert main([*arguments[:2], str(tmp_path / "none.txt"), *arguments[3:]]) == 2
 
 
@@ -186,7 +226,7 @@ def sequences() -> Sequences:
 def test_features_are_the_residual_stream_of_each_sequence_by_itself(
     engine: Engine, sequences: Sequences, tmp_path: Path
 ) -> None:
-    features = capture(engine, sequences, (0, 2), tmp_path / "f.bin", 1 << 20)
+    features = capture(engine, sequences, (0, 2), tmp_path / "f.bin")
     target = Target(engine.decoder, engine.kv, engine.provider, engine.decoder.embedding.device)
     for start, text in zip(sequences.starts.tolist(), lists(sequences), strict=True):
         seen, table = Observation((0, 2)), PageTable(engine.kv.pool)
@@ -200,7 +240,7 @@ def test_features_are_the_residual_stream_of_each_sequence_by_itself(
 def test_capturing_goes_on_where_it_stopped_and_begins_anew_for_other_text(
     engine: Engine, sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = capture(engine, sequences, (1,), tmp_path / "whole.bin", 1 << 20).clone()
+    whole = capture(engine, sequences, (1,), tmp_path / "whole.bin").clone()
     calls: list[int] = []
     run = draft_capture._run
 
@@ -216,17 +256,41 @@ def test_capturing_goes_on_where_it_stopped_and_begins_anew_for_other_text(
         draft_capture, "_chunks", lambda lengths, done, room: [range(i, i + 1) for i in range(done, len(lengths))]
     )
     with pytest.raises(KeyboardInterrupt):
-        capture(engine, sequences, (1,), tmp_path / "f.bin", 1 << 20)
+        capture(engine, sequences, (1,), tmp_path / "f.bin")
     resumed = True
-    assert torch.equal(capture(engine, sequences, (1,), tmp_path / "f.bin", 1 << 20), whole)
+    assert torch.equal(capture(engine, sequences, (1,), tmp_path / "f.bin"), whole)
     assert len(calls) == 6
-    capture(engine, sequences, (1,), tmp_path / "f.bin", 1 << 20)
+    capture(engine, sequences, (1,), tmp_path / "f.bin")
     assert len(calls) == 6
-    capture(engine, sequences, (2,), tmp_path / "f.bin", 1 << 20)
+    capture(engine, sequences, (2,), tmp_path / "f.bin")
     assert len(calls) == 12
 
 
-def test_features_larger_than_allowed_are_refused(engine: Engine, sequences: Sequences, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"more than the .* that the recipe allows"):
-        capture(engine, sequences, (1,), tmp_path / "f.bin", 100)
-    assert not (tmp_path / "f.bin").exists()
+def test_features_for_which_there_is_no_disk_are_refused(
+    engine: Engine, sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"the features would take .* \(No space left on device\)"):
+        capture(engine, sequences, (1,), tmp_path / "f.bin")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut", "state"])
+def test_damaged_features_are_captured_again(engine: Engine, sequences: Sequences, tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "f.bin"
+    whole = capture(engine, sequences, (1,), file).clone()
+    if damage == "cut":
+        with file.open("r+b") as data:
+            data.truncate(1000)
+    else:
+        file.with_suffix(".json").write_text("")
+    assert torch.equal(capture(engine, sequences, (1,), file), whole)
+
+
+def test_chunks_fit_the_pages() -> None:
+    lengths = np.array([1, 16, 17, 40, 64, 5, 5])
+    assert draft_capture._chunks(lengths, 0, 64) == [range(3), range(3, 4), range(4, 5), range(5, 7)]
+    assert draft_capture._chunks(lengths, 3, 1000) == [range(3, 7)] and draft_capture._chunks(lengths, 7, 64) == []

@@ -87,6 +87,6 @@ def train_draft(
 
 def _layers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part)
+        return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError as error:
         raise ConfigError(f"--taps is '{text}'; write target layers as 1,2,3") from error

@@ -5,9 +5,8 @@ bfloat16 features, `taps * hidden * 2` bytes a token. It continues where it was 
 sequences or taps is written anew.
 """
 
-import hashlib
 import json
-import shutil
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import format_bytes
+from outrider.console import write_json
 from outrider.core import Phase, Progress, no_progress
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
@@ -25,33 +25,26 @@ from outrider.models.target import Target
 from outrider.spec.observation import Observation
 from outrider.train.draft_data import Sequences
 
-_SPARE_DISK = 1 << 30
-
 
 def capture(
     engine: Engine,
     sequences: Sequences,
     taps: Sequence[int],
     path: Path,
-    limit: int,
     progress: Progress = no_progress,
 ) -> Tensor:
     """Features bfloat16 [len(tokens), taps * hidden], a view of the mapped file `path`.
 
-    Args: `limit`: most bytes that the file may have.
-
-    Raises: ConfigError if the file would be larger than `limit` or than what the disk has free.
+    Raises: ConfigError if the disk has no room for the file.
     """
     width = len(taps) * engine.config.hidden_size
     shape, state = (len(sequences.tokens), width), path.with_suffix(".json")
-    key = _digest(sequences, taps)
-    done = 0
-    if state.exists() and path.exists():
-        stored = json.loads(state.read_text(encoding="utf-8"))
-        done = stored["sequences"] if stored["key"] == key else 0
-    if done == 0:
-        _check_room(path, 2 * width * len(sequences.tokens), limit)
-    mapped = np.memmap(path, dtype=np.int16, mode="r+" if done else "w+", shape=shape)
+    key, nbytes = f"{sequences.digest()} {list(taps)}", 2 * width * len(sequences.tokens)
+    done = _captured(state, key) if path.exists() and path.stat().st_size == nbytes else 0
+    if not done:
+        state.unlink(missing_ok=True)
+        _reserve(path, nbytes)
+    mapped = np.memmap(path, dtype=np.int16, mode="r+", shape=shape)
     whole = torch.from_numpy(mapped).view(torch.bfloat16)
     target = Target(engine.decoder, engine.kv, engine.provider, engine.decoder.embedding.device)
     starts = sequences.starts
@@ -60,10 +53,21 @@ def capture(
         parts = [sequences.tokens[starts[i] : starts[i] + sequences.lengths[i]].tolist() for i in chunk]
         rows = _run(target, parts, taps)
         whole[starts[chunk.start] : starts[chunk.start] + len(rows)] = rows
-        state.write_text(json.dumps({"key": key, "sequences": chunk.stop}), encoding="utf-8")
+        mapped.flush()
+        write_json(state, {"key": key, "sequences": chunk.stop})
     progress("capturing features (sequences)", len(sequences), len(sequences))
-    mapped.flush()
     return whole
+
+
+def _captured(state: Path, key: str) -> int:
+    """Sequences whose features are on disk already."""
+    if not state.exists():
+        return 0
+    try:
+        stored = json.loads(state.read_text(encoding="utf-8"))
+    except ValueError:
+        return 0
+    return int(stored["sequences"]) if stored["key"] == key else 0
 
 
 def _run(target: Target, parts: Sequence[Sequence[int]], taps: Sequence[int]) -> Tensor:
@@ -92,23 +96,15 @@ def _chunks(lengths: NDArray[np.int64], first: int, room: int) -> list[range]:
     return [*chunks, range(start, len(lengths))] if start < len(lengths) else chunks
 
 
-def _digest(sequences: Sequences, taps: Sequence[int]) -> str:
-    """Tells these sequences with these taps from any others."""
-    seen = hashlib.sha256(repr(tuple(taps)).encode())
-    for part in (sequences.tokens, sequences.lengths):
-        seen.update(part.tobytes())
-    return seen.hexdigest()
-
-
-def _check_room(path: Path, nbytes: int, limit: int) -> None:
-    free = shutil.disk_usage(path.parent).free - _SPARE_DISK
-    if nbytes > limit:
+def _reserve(path: Path, nbytes: int) -> None:
+    """Make `path` a file of `nbytes` zeros that the disk has room for; a mapped write cannot say that there is none."""
+    try:
+        with path.open("wb") as file:
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
         raise ConfigError(
-            f"the features would take {format_bytes(nbytes)} of disk, more than the {format_bytes(limit)} that the "
-            "recipe allows; regenerate fewer sequences or shorter ones"
-        )
-    if nbytes > free:
-        raise ConfigError(
-            f"the features would take {format_bytes(nbytes)}, but {format_bytes(max(0, free))} are free in "
-            f"{path.parent}; regenerate fewer sequences or shorter ones, or name another folder"
-        )
+            f"the features would take {format_bytes(nbytes)}, which cannot be had in {path.parent} ({error.strerror}); "
+            "make room there and run the same command, or begin with fewer or shorter sequences in another folder"
+        ) from error

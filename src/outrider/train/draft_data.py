@@ -10,16 +10,19 @@ Several processes, each with its own seed and folder, share the work of a large 
 """
 
 import argparse
+import hashlib
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.config import EngineOptions, SamplingParams, parse_slots
+from outrider.console import write_json
 from outrider.core import Progress, no_progress
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
@@ -27,6 +30,9 @@ from outrider.engine.tokenizer import Tokenizer
 from outrider.errors import ConfigError, OutriderError
 from outrider.kvcache.pages import PAGE_SIZE
 from outrider.train.draft_text import Prompts, read_texts
+from outrider.train.draft_work import WorkFolder, fingerprint
+
+COMMAND = "command.json"  # how samples were made, for the card
 
 Written = tuple[Sequence[int], int]
 """Ids of a sequence with its prompt, and how many of them are the prompt."""
@@ -53,8 +59,11 @@ class Continuation:
 
     def __post_init__(self) -> None:
         fewest, most = self.prompt
-        if not 1 <= fewest <= most or self.tokens < 2 or self.batch < 1 or not 0 <= self.greedy <= 1:
-            raise ConfigError(f"{self} is not usable: prompts need 1 <= fewest <= most, continuations 2 tokens")
+        if not 1 <= fewest <= most or self.tokens < 2 or self.batch < 1 or not 0 <= self.greedy <= 1 or self.seed < 0:
+            raise ConfigError(
+                f"{self} is not usable: prompts need 1 <= fewest <= most, continuations 2 tokens, and seeds are not "
+                "negative"
+            )
 
     @property
     def longest(self) -> int:
@@ -102,12 +111,21 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def digest(self) -> str:
+        """Tells these sequences from others."""
+        seen = hashlib.sha256()
+        for part in (self.tokens, self.lengths, self.prompts):
+            seen.update(part.tobytes())
+        return seen.hexdigest()[:16]
+
 
 class Samples:
-    """Token sequences in a folder: tokens.bin, int32, and spans.bin.
+    """Token sequences in a folder that nobody else writes: tokens.bin, int32, and spans.bin.
 
     spans.bin is int32 [N, 2]: prompt length and whole length of each sequence. It is written last, so it decides what
     is there.
+
+    Raises: ConfigError if tokens are missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -127,11 +145,6 @@ class Samples:
     def __len__(self) -> int:
         return len(self.spans)
 
-    @property
-    def command(self) -> Path:
-        """A text file that says how they were made, for the card."""
-        return self.folder / "command.txt"
-
     def append(self, written: Sequence[Written]) -> None:
         """Add sequences."""
         added = Sequences.of(written)
@@ -145,6 +158,21 @@ class Samples:
         """The first `count`."""
         prompts, lengths = self.spans[:count].astype(np.int64).T
         return Sequences(np.fromfile(self._tokens, np.int32, int(lengths.sum())), lengths, prompts)
+
+
+def read_samples(folder: Path) -> Sequences:
+    """What is in a folder of `Samples`, another process may be writing there.
+
+    Raises: ConfigError if it is none.
+    """
+    if not (folder / "spans.bin").is_file():
+        raise ConfigError(f"{folder} holds no samples (no spans.bin); name a folder that was regenerated into")
+    spans = np.fromfile(folder / "spans.bin", dtype=np.int32)
+    prompts, lengths = spans[: len(spans) // 2 * 2].reshape(-1, 2).astype(np.int64).T
+    tokens = np.fromfile(folder / "tokens.bin", np.int32, int(lengths.sum()))
+    if len(tokens) < lengths.sum():
+        raise ConfigError(f"{folder / 'tokens.bin'} is shorter than spans.bin says; regenerate these samples")
+    return Sequences(tokens, lengths, prompts)
 
 
 def _cut(file: Path, size: int) -> None:
@@ -195,20 +223,23 @@ def engine_options(options: EngineOptions, batch: int, longest: int) -> EngineOp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    settings = Continuation(
-        (args.shortest, args.longest), args.tokens, args.greedy, args.temperature, args.batch, args.seed
-    )
+    command = "python -m outrider.train.draft_data " + shlex.join(arguments or sys.argv[1:])
+    work = WorkFolder(args.out)
     try:
+        settings = Continuation(
+            (args.shortest, args.longest), args.tokens, args.greedy, args.temperature, args.batch, args.seed
+        )
         texts = read_texts(args.data)
         options = EngineOptions(parse_slots(args.expert_slots), device=args.device, dtype=args.dtype, threads=1)
-        engine = build_engine(args.target, engine_options(options, settings.batch, settings.longest))
-        prompts = Prompts(texts.train, Tokenizer(engine.checkpoint.folder), settings.prompt, settings.seed)
-        samples = Samples(args.out)
-        samples.command.write_text(
-            "python -m outrider.train.draft_data " + shlex.join(arguments or sys.argv[1:]) + "\n"
-        )
-        regenerate(engine, prompts, samples, args.sequences, settings)
-        engine.close()
+        with (
+            work.locked(),
+            closing(build_engine(args.target, engine_options(options, settings.batch, settings.longest))) as engine,
+        ):
+            folder = engine.checkpoint.folder
+            work.claim({"target": fingerprint(folder), "text": texts.digest(), **asdict(settings)})
+            write_json(args.out / COMMAND, {"command": command})
+            prompts = Prompts(texts.train, Tokenizer(folder), settings.prompt, settings.seed)
+            regenerate(engine, prompts, Samples(args.out), args.sequences, settings)
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

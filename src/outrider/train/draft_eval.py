@@ -1,8 +1,8 @@
 """How much of its blocks a drafter gets right, on text that the target has written greedily.
 
 Contract: `played` is the engine itself, speculating. `simulate` needs no engine: a draft is accepted exactly if it
-equals the text, so the rounds are those that the engine would take; only rounds whose whole block lies inside the text
-are counted. `mean_acceptance_length` includes the bonus token: plain decoding has 1.
+equals the text, so the rounds are those that the engine would take with these weights, but only rounds whose whole
+block lies inside the text are counted. `mean_acceptance_length` includes the bonus token: plain decoding has 1.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,18 +1,17 @@
-"""A trained drafter on disk, in the layout of the published z-lab drafts, and back.
+"""A trained drafter on disk, in the layout of the published z-lab drafts.
 
 Contract: `write_draft` writes model.safetensors (bfloat16, names without a prefix) and config.json; what it wrote
 passes `checkpoint.draft.open_draft` for the target.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from outrider.checkpoint.draft_config import ARCHITECTURE, read_draft_config
-from outrider.config import DraftConfig
+from outrider.checkpoint.draft_config import ARCHITECTURE
+from outrider.config import DraftConfig, Yarn
+from outrider.console import write_json
 from outrider.train.draft_model import DraftModel
 from outrider.train.export import save_tensors
 
@@ -22,15 +21,7 @@ def write_draft(model: DraftModel, folder: Path, positions: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: p.detach().to(torch.bfloat16).cpu().contiguous() for name, p in model.state_dict().items()}
     save_tensors(stored, folder)
-    config = json.dumps(published_config(model.config, positions), indent=2)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-
-
-def read_draft(folder: Path) -> DraftModel:
-    """The exported drafter in float32, on the CPU."""
-    model = DraftModel(read_draft_config(folder))
-    model.load_state_dict({name: t.float() for name, t in load_file(folder / "model.safetensors").items()})
-    return model
+    write_json(folder / "config.json", published_config(model.config, positions))
 
 
 def published_config(config: DraftConfig, positions: int) -> dict[str, Any]:
@@ -56,7 +47,7 @@ def published_config(config: DraftConfig, positions: int) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "num_target_layers": config.target_layers,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": None,
+        "rope_scaling": None if config.yarn is None else _scaling(config.yarn),
         "rope_theta": config.rope_theta,
         "sliding_window": None,
         "tie_word_embeddings": False,
@@ -64,3 +55,15 @@ def published_config(config: DraftConfig, positions: int) -> dict[str, Any]:
         "use_sliding_window": False,
         "vocab_size": config.vocab_size,
     }
+
+
+def _scaling(yarn: Yarn) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "truncate": yarn.truncate,
+    }
+    return scaling if yarn.attention_factor is None else scaling | {"attention_factor": yarn.attention_factor}

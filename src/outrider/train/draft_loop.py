@@ -1,16 +1,19 @@
 """The loop that trains a drafter on captured features.
 
-Contract: the batch of a step, its anchors included, is a pure function of the seed and the step; `state()` is all that
-a resumed run needs to continue with the same losses. Loss: cross-entropy of rows 1.. of each block against the tokens
-at their own positions (row 0, the anchor, predicts nothing), row k weighted exp(-(k - 1) / gamma), rows beyond the
-sequence's end weighted 0.
+Contract: the batch of a step, its anchors included, is a pure function of the seed and the step, so what `save` writes
+is all that a resumed run needs to continue with the same losses. Loss: cross-entropy of rows 1.. of each block against
+the tokens at their own positions (row 0, the anchor, predicts nothing), row k weighted exp(-(k - 1) / gamma), rows
+beyond the sequence's end weighted 0.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.config import DraftConfig
+from outrider.errors import ConfigError
 from outrider.train.draft_data import Sequences
 from outrider.train.draft_model import DraftModel
 from outrider.train.draft_recipe import Recipe
@@ -189,20 +193,24 @@ class Trainer:
         warmup = max(1, round(r.warmup * r.steps))
         self.whole = False
         self.optimizer.step(learning_rate(self.step, r.steps, r.rate, warmup, r.decay))
+        self._fresh.append(loss.detach())
         self.step += 1
         self.whole = True
-        self._fresh.append(loss.detach())
         if len(self._fresh) >= _LOG_EVERY:
             self.settle()
         self.seconds += time.monotonic() - began
 
     def settle(self) -> None:
-        """Wait for the losses of all steps so far."""
+        """Wait for the losses of all steps so far. Raises: ConfigError if one is no number."""
         self.losses += torch.stack(self._fresh).tolist() if self._fresh else []
         self._fresh = []
+        if self.losses and not math.isfinite(self.losses[-1]):
+            raise ConfigError(
+                f"the loss is {self.losses[-1]} at step {len(self.losses)}; begin anew with a lower --rate"
+            )
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint, whole or not at all. Raises: ConfigError if it cannot be written."""
         self.settle()
         state = {
             "model": self.model.state_dict(),
@@ -214,12 +222,22 @@ class Trainer:
             "curve": self.curve,
         }
         part = path.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(path)
+        try:
+            torch.save(state, part)
+            part.replace(path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+            part.unlink(missing_ok=True)
+            raise ConfigError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of the same recipe."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        """Go on from a checkpoint of the same recipe. Raises: ConfigError if it is damaged."""
+        damaged = f"{path} is damaged; remove it to train again from the first step"
+        if not is_zipfile(path):
+            raise ConfigError(damaged)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, UnpicklingError) as error:
+            raise ConfigError(damaged) from error
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state(state["optimizer"])
         self.step, self.losses = int(state["step"]), list(state["losses"])

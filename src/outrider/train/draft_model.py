@@ -142,10 +142,9 @@ class DraftModel(nn.Module):
             self._rope((anchors.unsqueeze(-1) + steps).flatten(1)),
             self._rope(torch.arange(features.shape[1], device=anchors.device).unsqueeze(0)),
         )
-        kinds = list(zip(self.config.windows, self.config.causal, strict=True))
-        seen = {kind: block_mask(anchors, features.shape[1], size, *kind) for kind in dict.fromkeys(kinds)}
-        for layer, kind in zip(self.layers, kinds, strict=True):
-            x = layer(x, context, ropes, seen[kind])
+        seen = block_mask(anchors, features.shape[1], size)
+        for layer in self.layers:
+            x = layer(x, context, ropes, seen)
         rows: Tensor = self.norm(x).unflatten(1, (-1, size))
         return rows
 
@@ -157,24 +156,13 @@ class DraftModel(nn.Module):
         return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
 
 
-def block_mask(anchors: Tensor, length: int, size: int, window: int | None, causal: bool) -> Tensor:
+def block_mask(anchors: Tensor, length: int, size: int) -> Tensor:
     """What block rows see: bool [B, 1, A * size, length + A * size] for int64 anchors [B, A] and `length` features.
 
-    The columns are the context, then all block rows. With a window a row sees what lies less than it before itself.
+    The columns are the context, then all block rows.
     """
-    blocks, device = anchors.shape[1], anchors.device
-    step = torch.arange(size, device=device)
-    row = (anchors.unsqueeze(-1) + step).flatten(1).unsqueeze(-1)  # absolute positions [B, A * size, 1]
     start = anchors.repeat_interleave(size, dim=1).unsqueeze(-1)
-    at = torch.arange(length, device=device)
-    context = at < start
-    owner = torch.arange(blocks, device=device).repeat_interleave(size)
-    inside = step.repeat(blocks)
-    behind = inside.unsqueeze(1) - inside.unsqueeze(0)
+    context = torch.arange(length, device=anchors.device) < start
+    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(size)
     own = owner.unsqueeze(1) == owner.unsqueeze(0)
-    if causal:
-        own = own & (behind >= 0)
-    if window is not None:
-        context = context & (row - at < window)
-        own = own & (behind < window)
     return torch.cat((context, own.expand(len(anchors), -1, -1)), dim=-1).unsqueeze(1)

@@ -3,6 +3,7 @@
 Contract: everything that the trained weights depend on, other than the text and the target, is in `Recipe`.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 from outrider.config import DraftConfig, ModelConfig
@@ -26,9 +27,8 @@ class Recipe:
         heldout: prompts that acceptance is measured on; heldout_tokens: length of their greedy continuations.
         steps, batch: optimiser steps, sequences in each; anchors: blocks trained on in each sequence.
         rate, warmup, decay: peak learning rate, share of the steps in which it rises, and falls to 0.
-        gamma: position k of a block (1 is the first draft) weighs exp(-(k - 1) / gamma); 0 takes half a block.
+        gamma: position k of a block (1 is the first draft) weighs exp(-(k - 1) / gamma); 0 takes 0.45 of the block.
         save_every: steps between checkpoints and held-out measurements.
-        feature_bytes: most bytes of tapped features on disk.
     """
 
     block: int = 16
@@ -56,14 +56,23 @@ class Recipe:
     gamma: float = 0.0
     seed: int = 0
     save_every: int = 500
-    feature_bytes: int = 200 << 30
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heldout", "heldout_tokens", "steps", "batch", "anchors", "save_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.block < 2:
-            raise ConfigError(f"block is {self.block}; a block needs an anchor and at least one draft")
+        least = dict.fromkeys(("layers", "heldout", "steps", "batch", "anchors", "save_every"), 1)
+        least |= {"block": 2, "sequences": 0, "raw_sequences": 0, "raw_tokens": 3, "seed": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+        if not 0 < self.rate < math.inf:
+            raise ConfigError(f"rate is {self.rate}; it must be a positive number")
+        if not 0 <= self.gamma < math.inf:
+            raise ConfigError(f"gamma is {self.gamma}; it must be a positive number, or 0 for 0.45 of the block")
+        if self.heldout_tokens <= self.block:
+            raise ConfigError(
+                f"block is {self.block}, which does not fit into held-out texts of {self.heldout_tokens} tokens"
+            )
+        if len(set(self.taps)) < len(self.taps):
+            raise ConfigError(f"taps are {', '.join(map(str, self.taps))}; a layer can be tapped once")
 
     @property
     def heldout_continuation(self) -> Continuation:
@@ -77,7 +86,7 @@ class Recipe:
 
     @property
     def position_gamma(self) -> float:
-        """`gamma`, or what suits the block: 7 at 16, 4 at 8."""
+        """`gamma`, or 0.45 of the block: 7.2 at 16, 3.6 at 8 (the paper: 7 and 4)."""
         return self.gamma or 0.45 * self.block
 
 
@@ -122,4 +131,5 @@ def draft_config(recipe: Recipe, target: ModelConfig, mask_token: int) -> DraftC
         dtype="bfloat16",
         windows=(None,) * recipe.layers,
         causal=(False,) * recipe.layers,
+        yarn=target.yarn,
     )

@@ -4,10 +4,10 @@ Contract: `write_report` writes README.md, acceptance.json, acceptance.png and t
 function of the report and the acceptance.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from outrider.console import write_json
 from outrider.figure import new_figure, save_figure
 from outrider.train.draft_eval import Acceptance
 
@@ -20,8 +20,8 @@ def check_plotting() -> None:
 def write_report(folder: Path, report: dict[str, Any], acceptance: Acceptance) -> None:
     """Write the four files."""
     measured = acceptance.to_dict() | {"block_size": report["draft"]["block_size"], "curve": report["curve"]}
-    for name, value in (("training", report), ("acceptance", measured)):
-        (folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "training.json", report)
+    write_json(folder / "acceptance.json", measured)
     _draw(report, acceptance, folder / "acceptance.png")
     (folder / "README.md").write_text(render(report, acceptance), encoding="utf-8")
 
@@ -83,9 +83,9 @@ target and serves no other model.
 this draft, greedy, at most
 {recipe["heldout_tokens"]} tokens behind each of {acceptance.sequences} prompts from held-out documents, \
 {acceptance.rounds:,} rounds. {acceptance.identical} of the {acceptance.sequences} texts are those of plain
-decoding, token for token. Before training there were {documents["heldout"]} documents set apart by a hash of their \
-path; the drafter saw none of
-them.
+decoding, token for token. The prompts come from {documents["heldout"]} of {documents["heldout"] + documents["train"]} \
+documents, set apart by a hash before any training
+prompt was drawn.
 
 | draft | it and all before it accepted |
 |---|---|

@@ -1,8 +1,9 @@
 """Text that a drafter learns from: documents, their held-out part, and the prompts that are drawn from them.
 
 Contract: everything is a function of the files and a seed. A document is held out by a hash of its path (of its text,
-for lines of a .jsonl file), so the split stays when other documents come or go; for Python files it is exactly that of
-`train.corpus`, so what the demo target never saw its drafter never sees either.
+for lines of a .jsonl file), so the split stays when other documents come or go; for Python files it is that of
+`train.corpus`. Exact copies count once, and on the held-out side if one of them is there; near copies are not looked
+for.
 """
 
 import hashlib
@@ -33,6 +34,12 @@ class Text:
     content: str | Messages | Ids
 
     @property
+    def digest(self) -> bytes:
+        """Tells its content from others."""
+        content = self.content.tobytes() if isinstance(self.content, np.ndarray) else json.dumps(self.content).encode()
+        return hashlib.sha256(content).digest()
+
+    @property
     def size(self) -> int:
         """Characters, or tokens of ids."""
         if isinstance(self.content, list):
@@ -48,6 +55,11 @@ class Texts:
     heldout: list[Text]
     sources: list[tuple[str, str]]
 
+    def digest(self) -> str:
+        """Tells these documents and their split from others."""
+        parts = (b"".join(text.digest for text in side) for side in (self.train, self.heldout))
+        return hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
+
 
 def read_texts(paths: Sequence[Path]) -> Texts:
     """Read and split all documents.
@@ -55,7 +67,8 @@ def read_texts(paths: Sequence[Path]) -> Texts:
     Args: `paths` are folders of .py, .txt and .md files, single .txt and .md files, wheels and zips of Python source,
         .jsonl files with `text`, `messages` or `conversations` on each line, or folders that `train.prepare` filled.
 
-    Raises: ConfigError, one sentence, for a path that is missing or of no known kind, or if nothing is to be read.
+    Raises: ConfigError, one sentence, for a path that is missing, unreadable or of no known kind, or if nothing is to
+        be read.
     """
     train: list[Text] = []
     heldout: list[Text] = []
@@ -67,10 +80,17 @@ def read_texts(paths: Sequence[Path]) -> Texts:
             heldout += [Text(name, ids) for name, ids in zip(ready.record.heldout, ready.heldout, strict=True)]
             sources += [(source.name, source.licence) for source in ready.record.sources]
             continue
-        found = list(_read(path))
-        for text, held in found:
-            (heldout if held else train).append(text)
-        sources.append(describe(path))
+        try:
+            for text, held in _read(path):
+                (heldout if held else train).append(text)
+            sources.append(describe(path))
+        except OSError as error:
+            raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    heldout = list({text.digest: text for text in heldout}.values())
+    kept = {text.digest: text for text in train}
+    for text in heldout:
+        kept.pop(text.digest, None)
+    train = list(kept.values())
     if not train and heldout:
         train.append(heldout.pop())
     if not train:
@@ -108,19 +128,23 @@ def _read(path: Path) -> Iterator[tuple[Text, bool]]:
 
 
 def _read_plain(file: Path, name: str) -> Iterator[tuple[Text, bool]]:
-    try:
-        text = file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}); convert it or leave it out") from error
+    text = _decoded(file)
     if text.strip():
         yield Text(name, text), is_heldout_text(name)
 
 
+def _decoded(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}); convert it or leave it out") from error
+
+
 def _read_lines(path: Path) -> Iterator[tuple[Text, bool]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield Text(f"{path.name}:{number}", _content(line, f"{path}, line {number}")), is_heldout_text(line)
+    for number, line in enumerate(_decoded(path).split("\n"), start=1):
+        if line.strip():
+            content = _content(line, f"{path}, line {number}")
+            yield Text(f"{path.name}:{number}", content), is_heldout_text(json.dumps(content))
 
 
 def _content(line: str, where: str) -> str | Messages:
@@ -137,6 +161,8 @@ def _content(line: str, where: str) -> str | Messages:
     turns = [(turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in value]
     if not all(isinstance(role, str) and isinstance(said, str) for role, said in turns):
         raise ConfigError(f"{where} has a message without 'role' and 'content' (or 'from' and 'value') as text")
+    if not any(said.strip() for _, said in turns):
+        raise ConfigError(f"{where} has only empty messages")
     return [{"role": _ROLES.get(role, role), "content": said} for role, said in turns]
 
 
@@ -144,7 +170,8 @@ class Prompts:
     """Prompts drawn from documents: `prompt(index)` is a pure function of documents, seed and index.
 
     A prompt begins with what the tokenizer puts before any text, then has a window at a random place of a document
-    that is chosen in proportion to its size; of a conversation it is everything up to an answer.
+    that is chosen in proportion to its size; of a conversation it is everything up to an answer, its oldest turns left
+    out, and at last its beginning, where that is too long.
 
     Args: `lengths`: fewest and most tokens of a prompt.
     """
@@ -177,4 +204,8 @@ class Prompts:
     def _conversation(self, messages: Messages, random: np.random.Generator) -> list[int]:
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"] or [len(messages) - 1]
         last = asked[int(random.integers(len(asked)))]
-        return self._tokenizer.chat(messages[: last + 1])[-self._most :]
+        for first in [0, *(i for i in asked if 0 < i <= last)]:
+            ids = self._tokenizer.chat(messages[first : last + 1])
+            if len(ids) <= self._most:
+                return ids
+        return ids[-self._most :]

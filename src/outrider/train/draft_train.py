@@ -9,12 +9,13 @@ import json
 import platform
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from outrider.checkpoint import locate
 from outrider.config import EngineOptions
 from outrider.core import Progress, no_progress
 from outrider.engine.build import build_engine
@@ -23,45 +24,25 @@ from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.tokenizer import Tokenizer
 from outrider.errors import ConfigError
 from outrider.train.draft_capture import capture
-from outrider.train.draft_data import Continuation, Samples, Sequences, engine_options, regenerate
+from outrider.train.draft_data import (
+    COMMAND,
+    Continuation,
+    Samples,
+    Sequences,
+    engine_options,
+    read_samples,
+    regenerate,
+)
 from outrider.train.draft_eval import Acceptance, played, simulate
 from outrider.train.draft_export import write_draft
 from outrider.train.draft_loop import Frozen, Trainer, TrainingSet
 from outrider.train.draft_recipe import Recipe, draft_config
 from outrider.train.draft_report import check_plotting, write_report
 from outrider.train.draft_text import Prompts, Texts, read_texts
+from outrider.train.draft_work import WorkFolder, fingerprint
 
 _HELDOUT_SEED, _RAW_SEED = 1_000_003, 2_000_003  # apart from the seeds of training prompts
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Where a run keeps what it has: beside the draft, until that is finished."""
-
-    folder: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
-
-    def begin(self, identity: dict[str, Any]) -> None:
-        """Claim the folder for a run of this identity.
-
-        Raises: ConfigError naming the first difference if another run began here.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / "run.json"
-        wanted = json.loads(json.dumps(identity))
-        if not file.exists():
-            file.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
-            return
-        found = json.loads(file.read_text(encoding="utf-8"))
-        for key in {**found, **wanted}:
-            if found.get(key) != wanted.get(key):
-                raise ConfigError(
-                    f"{self.folder} holds a run with {key} {found.get(key)}, now it is {wanted.get(key)}; "
-                    "give another --out, or remove the folder to start over"
-                )
+_CHECKPOINT = "checkpoint.pt"
 
 
 def train_draft(
@@ -86,50 +67,59 @@ def train_draft(
     Raises: ConfigError in one sentence; KeyboardInterrupt after saving, if a signal handler raised it.
     """
     check_plotting()
-    if wrong := [folder for folder in samples if not (folder / "spans.bin").is_file()]:
-        raise ConfigError(f"{wrong[0]} holds no samples (no spans.bin); name a folder that was regenerated into")
-    if not recipe.sequences and not samples:
-        raise ConfigError("sequences is 0 and no samples are given; there is no text of the target to train on")
+    options = options or EngineOptions()
+    written = [read_samples(folder) for folder in samples]
+    if recipe.sequences + sum(map(len, written)) == 0:
+        raise ConfigError("sequences is 0 and there are no samples; there is no text of the target to train on")
     texts = read_texts(data)
     if not texts.heldout:
         raise ConfigError(
             f"none of the {len(texts.train)} documents falls into the 7.5% that are held out to measure acceptance; "
             "give more documents"
         )
-    work = _Work(out / "work")
-    work.begin(_identity(target, data, samples, recipe))
-    options = options or EngineOptions()
-    written = [Samples(folder) for folder in samples]
-    trainer, heldout, positions = _prepare(target, texts, written, work, recipe, options, progress)
-    _train(trainer, heldout, work, progress)
-    write_draft(trainer.model, out, positions)
-    acceptance = _measure(target, out, heldout.sequences, recipe, options, progress)
-    write_report(out, _report(target, trainer, texts, written, command), acceptance)
+    work, identity = WorkFolder(out / "work"), _identity(target, texts, samples, written, recipe)
+    work.check(identity)
+    with work.locked():
+        trainer, heldout, positions = _prepare(target, texts, written, work, identity, recipe, options, progress)
+        _train(trainer, heldout, work, progress)
+        write_draft(trainer.model, out, positions)
+        acceptance = _measure(target, out, heldout.sequences, recipe, options, progress)
+        write_report(out, _report(target, trainer, texts, samples, command), acceptance)
     return acceptance
 
 
-def _identity(target: str, data: Sequence[Path], samples: Sequence[Path], recipe: Recipe) -> dict[str, Any]:
-    return {"target": target, "data": [str(p) for p in data], "samples": [str(p) for p in samples], **asdict(recipe)}
+def _identity(
+    target: str, texts: Texts, samples: Sequence[Path], written: Sequence[Sequences], recipe: Recipe
+) -> dict[str, Any]:
+    """What the trained weights depend on. Raises: ConfigError if samples were written by another target."""
+    model = fingerprint(locate(target))
+    for folder in samples:
+        writer = WorkFolder(folder).identity().get("target", model)
+        if writer != model:
+            raise ConfigError(f"the samples in {folder} were written by another target than '{target}'")
+    return {"target": model, "text": texts.digest(), "samples": [w.digest() for w in written], **asdict(recipe)}
 
 
 def _prepare(
     target: str,
     texts: Texts,
-    written: Sequence[Samples],
-    work: _Work,
+    written: Sequence[Sequences],
+    work: WorkFolder,
+    identity: dict[str, Any],
     recipe: Recipe,
     options: EngineOptions,
     progress: Progress,
 ) -> tuple[Trainer, TrainingSet, int]:
     """A trainer with all that it needs of the target, held-out text, and the target's longest context."""
-    longest = max([recipe.longest, *(int(s.spans[:, 1].max(initial=0)) for s in written)])
+    longest = max([recipe.longest, *(int(sequences.lengths.max(initial=0)) for sequences in written)])
     with closing(build_engine(target, engine_options(options, recipe.continuation.batch, longest), progress)) as engine:
-        source = _Source(engine, recipe, work, progress)
+        source = _Source(engine, recipe, work.folder, progress)
         decoder = engine.decoder
+        work.claim(identity)
         heldout = source.heldout(texts)
         trainer = Trainer(source.config, recipe, Frozen(decoder.embedding, decoder.head, decoder.norm.weight))
-        if work.checkpoint.exists():
-            trainer.resume(work.checkpoint)
+        if (work.folder / _CHECKPOINT).exists():
+            trainer.resume(work.folder / _CHECKPOINT)
         if trainer.step < recipe.steps:
             trainer.feed(source.training(texts, written))
         return trainer, heldout, engine.config.max_positions
@@ -138,8 +128,8 @@ def _prepare(
 class _Source:
     """The target's engine as a source of text and features, all of it kept in the work folder."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, work: _Work, progress: Progress) -> None:
-        self.engine, self.recipe, self.work, self.progress = engine, recipe, work, progress
+    def __init__(self, engine: Engine, recipe: Recipe, folder: Path, progress: Progress) -> None:
+        self.engine, self.recipe, self.folder, self.progress = engine, recipe, folder, progress
         self.tokenizer = Tokenizer(engine.checkpoint.folder)
         mask = recipe.mask_token
         if mask is None:
@@ -153,7 +143,7 @@ class _Source:
         written = self._written("heldout", prompts, r.heldout, r.heldout_continuation, "writing held-out text")
         return self._captured(written, "heldout.bin")
 
-    def training(self, texts: Texts, before: Sequence[Samples]) -> TrainingSet:
+    def training(self, texts: Texts, before: Sequence[Sequences]) -> TrainingSet:
         """Text as it is, text that the target writes here, and text that it wrote `before`."""
         r = self.recipe
         prompts = Prompts(texts.train, self.tokenizer, r.continuation.prompt, r.continuation.seed)
@@ -162,40 +152,42 @@ class _Source:
         parts = [Sequences.of(raw)] if raw else []
         if r.sequences:
             parts.append(self._written("samples", prompts, r.sequences, r.continuation, "regenerating text"))
-        parts += [s.sequences(len(s)) for s in before]
-        joined, vocabulary = Sequences.join(parts), self.engine.config.vocab_size
+        joined, vocabulary = Sequences.join([*parts, *before]), self.engine.config.vocab_size
         if joined.tokens.max() >= vocabulary:
             raise ConfigError(f"a sample has token {joined.tokens.max()}, the target {vocabulary}; it is another one's")
         return self._captured(joined, "features.bin", len(raw))
 
     def _written(self, name: str, prompts: Prompts, count: int, settings: Continuation, what: str) -> Sequences:
-        stored = Samples(self.work.folder / name)
+        stored = Samples(self.folder / name)
         regenerate(self.engine, prompts, stored, count, settings, self.progress, what)
         return stored.sequences(count)
 
     def _captured(self, sequences: Sequences, name: str, raw: int = 0) -> TrainingSet:
-        file, limit = self.work.folder / name, self.recipe.feature_bytes
-        features = capture(self.engine, sequences, self.config.tap_layers, file, limit, self.progress)
+        features = capture(self.engine, sequences, self.config.tap_layers, self.folder / name, self.progress)
         return TrainingSet(sequences, features, raw)
 
 
-def _train(trainer: Trainer, heldout: TrainingSet, work: _Work, progress: Progress) -> None:
+def _train(trainer: Trainer, heldout: TrainingSet, work: WorkFolder, progress: Progress) -> None:
     """All steps that are left, measuring and saving on the way, and saving when interrupted."""
-    r = trainer.recipe
+    r, checkpoint = trainer.recipe, work.folder / _CHECKPOINT
     try:
-        while trainer.step < r.steps:
-            with interrupts_deferred():
-                trainer.advance()
-                if trainer.step % r.save_every == 0 or trainer.step == r.steps:
-                    found = simulate(trainer.model, trainer.frozen, heldout)
-                    trainer.curve.append((trainer.step, found.mean_acceptance_length))
-                    trainer.save(work.checkpoint)
+        while True:
+            due = trainer.step and (trainer.step % r.save_every == 0 or trainer.step == r.steps)
+            if due and trainer.step not in dict(trainer.curve):
+                trainer.save(checkpoint)
+                found = simulate(trainer.model, trainer.frozen, heldout)
+                trainer.curve.append((trainer.step, found.mean_acceptance_length))
+                trainer.save(checkpoint)
             loss = f": loss {trainer.losses[-1]:.3f}" if trainer.losses else ""
             length = f", {trainer.curve[-1][1]:.2f} accepted" if trainer.curve else ""
             progress(f"training{loss}{length}", trainer.step, r.steps)
+            if trainer.step == r.steps:
+                return
+            with interrupts_deferred():
+                trainer.advance()
     except KeyboardInterrupt:
         if trainer.whole:
-            trainer.save(work.checkpoint)
+            trainer.save(checkpoint)
         raise
 
 
@@ -209,9 +201,10 @@ def _measure(
         return played(engine, heldout, recipe.heldout_tokens)
 
 
-def _report(target: str, trainer: Trainer, texts: Texts, samples: Sequence[Samples], command: str) -> dict[str, Any]:
+def _report(target: str, trainer: Trainer, texts: Texts, samples: Sequence[Path], command: str) -> dict[str, Any]:
     config = trainer.model.config
     losses, every = trainer.losses, max(1, trainer.recipe.save_every)
+    origins = [folder / COMMAND for folder in samples]
     spans = [range(start, min(start + every, len(losses))) for start in range(0, len(losses), every)]
     return {
         "target": target,
@@ -227,5 +220,5 @@ def _report(target: str, trainer: Trainer, texts: Texts, samples: Sequence[Sampl
         "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else platform.machine(),
         "dtype": str(trainer.dtype).removeprefix("torch."),
         "torch": str(torch.__version__),
-        "commands": [*(s.command.read_text().strip() for s in samples if s.command.is_file()), command],
+        "commands": [*(json.loads(file.read_text())["command"] for file in origins if file.is_file()), command],
     }

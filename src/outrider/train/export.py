@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outrider.errors import ConfigError
 from outrider.kernels.mxfp4 import pack, unpack
 from outrider.train.target_model import LIMIT, TargetConfig, TargetModel
 from outrider.train.tokenizer import load_tokenizer
@@ -30,11 +32,15 @@ def write_target(model: TargetModel, folder: Path, end_of_text: int, stops: list
 
 
 def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Replace model.safetensors in one step."""
+    """Replace model.safetensors in one step. Raises: ConfigError if it cannot be written."""
     temporary = folder / "model.safetensors.part"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(0o644)  # the writer's own default keeps others out
-    temporary.replace(folder / "model.safetensors")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # the writer's own default keeps others out
+        temporary.replace(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{folder / 'model.safetensors'} cannot be written ({error})") from error
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
