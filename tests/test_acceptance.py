@@ -55,6 +55,15 @@ def test_where_target_and_draft_agree_nothing_is_rejected_and_a_full_residual_is
     assert (accepted.item(), last.item()) == (1, NOTHING)
 
 
+def test_a_rejection_without_a_residual_draws_from_the_target() -> None:
+    draft = torch.tensor([[[0.25, 0.75]]])
+    uniform = torch.full((1, 1), 0.9995, dtype=torch.float64)
+    for last, token in ((0.2, 0), (0.3, 1)):
+        place = torch.tensor([last], dtype=torch.float64)
+        got = accept_sampled(draft * 0.999, draft, torch.tensor([[0]]), torch.tensor([1]), uniform, place)
+        assert [t.tolist() for t in got] == [[0], [token]]
+
+
 # --- distribution -----------------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def test_prefetch_and_resets(folder: Path) -> None:
     for turn in range(50):
         engine.reset_cache()
         keys = [ExpertKey(layer, (turn + i) % 8) for layer in layers for i in range(4)]
-        assert engine.provider.prefetch(keys, Band.ROUTE_AHEAD if turn % 2 else Band.BACKGROUND) == len(keys)
+        assert engine.provider.prefetch(keys, Band.ROUTE_AHEAD if turn % 2 else Band.BACKGROUND) == keys
         if turn % 3 == 0:
             engine.provider.cancel_prefetches()
         assert generate(engine, texts, 8) == first

@@ -79,7 +79,7 @@ def test_the_published_shapes_load(
     assert draft.elements() == sum(tensor.numel() for tensor in stored.values())
     assert draft.tensor("fc.weight").shape == (HIDDEN, 5 * HIDDEN)
     assert draft.tensor("layers.7.self_attn.q_proj.weight").shape == (heads * 16, HIDDEN)
-    assert draft.target_ids() is None
+    assert draft.ids is None
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -118,15 +118,15 @@ def test_a_reduced_vocabulary(tmp_path: Path, target: ModelConfig, style: str) -
     stored = load_file(tmp_path / SINGLE)
     assert (config.vocab_size, config.draft_vocab_size) == (VOCAB, 100)
     assert draft.tensor("lm_head.weight").shape == (100, HIDDEN)
-    ids = draft.target_ids()
+    ids = draft.ids
     assert ids is not None and ids.dtype == torch.int64
     assert ids.tolist() == [i + d for i, d in enumerate(stored["d2t"].tolist())]
     assert ids.tolist() == stored["t2d"].nonzero().flatten().tolist()
     assert draft.elements() == sum(t.numel() for name, t in stored.items() if name not in ("d2t", "t2d"))
     edit_tensors(tmp_path, lambda t: t.pop("t2d"))
-    assert open_draft(tmp_path, target).target_ids() is not None
+    assert open_draft(tmp_path, target).ids is not None
     edit_tensors(tmp_path, lambda t: t.update(d2t=t["d2t"].int()))
-    assert torch.equal(open_draft(tmp_path, target).target_ids(), ids)
+    assert torch.equal(open_draft(tmp_path, target).ids, ids)
     edit_tensors(tmp_path, lambda t: t.update(d2t=torch.randperm(VOCAB)[:100] - torch.arange(100)))
     open_draft(tmp_path, target)  # any order will do
 
@@ -173,6 +173,18 @@ def test_a_map_without_a_reduced_vocabulary(tmp_path: Path, target: ModelConfig)
     refused(tmp_path, target, "'d2t'", "not part of")
 
 
+@pytest.mark.parametrize("name", ["fc.scale", "layers.0.self_attn.q_proj.weight_scale", "fc.bias", "other"])
+def test_no_extra_tensor_passes(tmp_path: Path, target: ModelConfig, name: str) -> None:
+    tiny_draft(tmp_path, target)
+    edit_tensors(tmp_path, lambda t: t.update({name: torch.ones(1)}))
+    refused(tmp_path, target, f"'{name}'", "not part of")
+
+
+def test_a_block_of_one_row_that_drafts_from_the_anchor(tmp_path: Path, target: ModelConfig) -> None:
+    draft = tiny_draft(tmp_path, target, block=1, sample_from_anchor=True)
+    assert (draft.block_size, draft.num_drafts) == (1, 1) and open_draft(tmp_path, target).config == draft
+
+
 def test_copies_of_the_target(tmp_path: Path, target: ModelConfig) -> None:
     embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
     config = tiny_draft(tmp_path, target, style="speculators")
@@ -181,6 +193,10 @@ def test_copies_of_the_target(tmp_path: Path, target: ModelConfig) -> None:
     edit_tensors(tmp_path, lambda t: t.update(copies | leftovers))
     draft = open_draft(tmp_path, target)
     draft.check_copies(embedding, head)
+    for factor in (1.02, 0.98):  # in one row of 64 that are looked at
+        one = embedding.clone()
+        one[int(torch.linspace(0, VOCAB - 1, 64)[37])] *= factor
+        assert "'embed_tokens.weight'" in refusal(lambda one=one: draft.check_copies(one, head))  # type: ignore[misc]
     for name, changed in (("embed_tokens", (embedding + 1, head)), ("lm_head", (embedding, -head))):
         text = refusal(lambda changed=changed: draft.check_copies(*changed))  # type: ignore[misc]
         assert f"'{name}.weight'" in text

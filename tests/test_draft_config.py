@@ -160,6 +160,7 @@ def test_speculators_windows(tmp_path: Path) -> None:
 
 
 NEUTRAL = {
+    "add_swa_attention_sink_bias": (False, True),
     "attention_sink_bias": (False, True),
     "attention_value_scale": (1.0, 0.5),
     "final_logit_softcapping": (None, 30.0),
@@ -206,6 +207,8 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (nested(block_size=8), ("block_size is 8", "16")),
     ({"block_size": None}, ("no field 'block_size'",)),
     ({"block_size": 1}, ("block_size is 1", "at least 2")),
+    ({"rope_scaling": {"factor": 32, "original_max_position_embeddings": 4096}}, ("factor is 32", "rope_type")),
+    ({"rope_scaling": {"rope_type": "default", "attention_factor": 2.0}}, ("attention_factor is 2.0", "rope_type")),
     ({"block_size": 10**9}, ("block_size",)),
     ({"sample_from_anchor": False} | nested(sample_from_anchor=True), ("sample_from_anchor is True", "False")),
     (nested(sample_from_anchor="yes"), ("sample_from_anchor",)),

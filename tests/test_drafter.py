@@ -45,7 +45,7 @@ def load(folder: Path, target: Path, pages: int = 64) -> tuple[Drafter, Tensor, 
     noise = torch.randn(2, VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
     context = KVStorage(checkpoint.config, PagePool(pages), torch.float32, torch.device("cpu"))
     weights = {name: checkpoint.tensor(name).float() for name in checkpoint.names}
-    ids = checkpoint.target_ids()
+    ids = checkpoint.ids
     head = noise[1] * HIDDEN**-0.5 if ids is None else weights["lm_head.weight"]
     return Drafter(checkpoint.config, weights.__getitem__, noise[0], head, ids, context), noise[0], head
 
@@ -117,7 +117,7 @@ def test_a_reduced_vocabulary_proposes_target_ids(tmp_path: Path, target: Path) 
     table = PageTable(drafter.context.pool)
     commit(drafter, table, torch.randn(9, 3 * HIDDEN))
     logits = drafter.propose([3], [table])
-    ids = open_draft(tmp_path, read_config(target)).target_ids()
+    ids = open_draft(tmp_path, read_config(target)).ids
     assert logits.shape == (1, config.num_drafts, VOCAB)
     finite = torch.isfinite(logits)
     assert ids is not None and finite[..., ids].all() and int(finite.sum()) == config.num_drafts * 50

@@ -98,3 +98,48 @@ def test_sums_can_be_zeroed_and_order_is_checked() -> None:
     statistics.commit([0])
     statistics.reset()
     assert statistics.stats().steps == 0 and statistics.stats().coverage is None
+
+
+def test_predictions_of_a_step_count_in_it_also_in_layers_that_were_not_run() -> None:
+    statistics = RouteAheadStatistics()
+    statistics.predict(keys(0))
+    statistics.begin_step()
+    statistics.predict(keys(1))
+    statistics.predict(keys(4, 5, layer=7))
+    statistics.observe(0, [[0, 1]])
+    statistics.commit([0])
+    first = statistics.stats()
+    assert (first.predicted, first.covered, first.kept, first.wasted) == (4, 2, 2, 2)
+    statistics.begin_step()
+    statistics.observe(0, [[0, 1]])
+    statistics.commit([0])
+    assert statistics.stats().predicted == 4
+
+
+def test_an_abandoned_step_leaves_its_predictions_to_the_next() -> None:
+    statistics = RouteAheadStatistics()
+    statistics.predict(keys(0))
+    statistics.begin_step()
+    statistics.predict(keys(1))
+    statistics.observe(0, [[0]])
+    statistics.abandon()
+    statistics.predict(keys(2))
+    with pytest.raises(RuntimeError, match="no step is open"):
+        statistics.commit([0])
+    statistics.begin_step()
+    statistics.observe(0, [[0, 1, 2]])
+    statistics.commit([0])
+    seen = statistics.stats()
+    assert (seen.steps, seen.predicted, seen.covered, seen.actual) == (1, 3, 3, 3)
+
+
+def test_reset_zeroes_every_count() -> None:
+    statistics = RouteAheadStatistics({ExpertKey(0, e): 10 for e in range(3)})
+    nothing = statistics.stats()
+    statistics.predict(keys(0, 2))
+    statistics.begin_step()
+    statistics.observe(0, [[0, 1]])
+    statistics.commit([0])
+    assert statistics.stats() != nothing
+    statistics.reset()
+    assert statistics.stats() == nothing

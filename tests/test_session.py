@@ -311,8 +311,7 @@ def test_route_ahead_statistics_change_nothing_but_themselves(pair: Path, monkey
         predicted = 0
         while not session.finished:
             (draft,) = engine.draft_round([session])
-            engine.prefetch(sorted(draft.expert_union))
-            predicted += len(draft.expert_union)
+            predicted += engine.prefetch(sorted(draft.expert_union))
             engine.verify_round([session])
         runs.append((session.output, calls))
         stats = engine.stats()

@@ -74,8 +74,8 @@ class ExpertProvider(Protocol):
     def commit(self, kept_rows: Sequence[int]) -> None:
         """End the step: only `kept_rows` (indices into `expert_ids`) refresh the cache's recency."""
 
-    def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> int:
-        """Queue fetches of absent experts; returns how many were queued."""
+    def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> Sequence[ExpertKey]:
+        """Queue fetches of absent experts; returns those that were queued."""
 
 
 class RouteSink(Protocol):
@@ -83,6 +83,9 @@ class RouteSink(Protocol):
 
     def begin_step(self) -> None:
         """A verify begins; what was not committed is dropped."""
+
+    def abandon(self) -> None:
+        """The verify failed and will be made again."""
 
     def observe(self, layer: int, routes: Sequence[Sequence[int]]) -> None:
         """The experts of each row in one layer."""

@@ -31,7 +31,7 @@ class DraftCheckpoint:
     """A draft whose every tensor has the expected name, shape and dtype; `config.target_layers` is the target's.
 
     names: canonical -> stored name.
-    ids: what `target_ids` returns.
+    ids: int64 [draft_vocab], the target's id of each draft token, all different; None: the same vocabulary.
     """
 
     folder: Path
@@ -48,10 +48,6 @@ class DraftCheckpoint:
         Raises: KeyError if a draft of this config has no such tensor.
         """
         return self.shards.tensor(self.names[name])
-
-    def target_ids(self) -> Tensor | None:
-        """int64 [draft_vocab], the target's id of each draft token, all different; None: the same vocabulary."""
-        return self.ids
 
     def elements(self) -> int:
         """Elements of all weights that a drafter holds (not of what it shares with the target)."""

@@ -244,6 +244,10 @@ def _rope(layers: Fields) -> tuple[float, Yarn | None]:
         kind, old = inner.raw.get("rope_type"), inner.raw.get("type")
         if kind is not None and old is not None and kind != old:
             raise inner.refuse("type", f"rope_type is {kind!r}, so one of them is wrong")
+        if (kind or old or "default") == "default":
+            for setting in sorted(_ROPE - {"rope_type", "type", "rope_theta"}):
+                if inner.raw.get(setting) is not None:
+                    raise inner.refuse(setting, "a rope_type must say what it is for")
         own = inner.raw.get("rope_theta")
         if own is not None and theta is not None and own != theta:
             raise inner.refuse("rope_theta", f"outside {name} it is {theta!r}, so one of them is wrong")

@@ -114,7 +114,7 @@ def _open_draft(options: EngineOptions, model: str, config: ModelConfig) -> Draf
 def _drafter(draft: DraftCheckpoint, decoder: Decoder, weights: Weights, context: KVStorage) -> Drafter:
     embedding = decoder.embedding
     draft.check_copies(embedding, decoder.head)
-    ids = draft.target_ids()
+    ids = draft.ids
     own = draft.config.draft_vocab_size != draft.config.vocab_size
     return Drafter(
         draft.config,

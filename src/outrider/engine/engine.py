@@ -5,6 +5,7 @@ from collections.abc import Sequence as Ids
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
+from operator import index
 
 from outrider.checkpoint import Checkpoint
 from outrider.config import SamplingParams
@@ -18,6 +19,7 @@ from outrider.kvcache.storage import KVStorage
 from outrider.models.decoder import Decoder
 from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler, StepResult
+from outrider.scheduler.sequence import FinishReason
 from outrider.spec.session import DraftResult, Rounds, SpecSession, VerifyResult
 from outrider.stats import RoundCounters, Stats
 
@@ -56,10 +58,13 @@ class Engine:
         Raises: RequestError if it is empty, holds anything but ids that the model has, or does not fit with its
             output into the context.
         """
-        prompt = list(prompt_ids)
+        try:
+            prompt = [index(i) for i in prompt_ids]
+        except TypeError as error:
+            raise RequestError(f"the prompt holds something that is no token id ({error})") from error
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        if wrong := [i for i in prompt if not isinstance(i, int) or not 0 <= i < self.config.vocab_size]:
+        if wrong := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
             raise RequestError(f"the prompt holds token id {wrong[0]}; ids go from 0 to {self.config.vocab_size - 1}")
         total = len(prompt) + params.max_tokens
         room = min(self.max_context, self.kv.pool.num_pages * PAGE_SIZE)
@@ -132,16 +137,17 @@ class Engine:
 
     def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> int:
         """Fetch experts ahead of the next verify; returns how many were queued, the others being there or under way."""
-        keys = list(keys)
         with interrupts_deferred():
             queued = self.provider.prefetch(keys, priority)
             if self._route_ahead:
-                self._route_ahead.predict(keys)
-            return queued
+                self._route_ahead.predict(queued)
+            return len(queued)
 
     def cancel(self, session: SpecSession) -> None:
-        """Drop a request, finished or not, and free its pages."""
-        self.scheduler.remove(session)
+        """Drop a request and free its pages; if it was not finished, it is now, as aborted."""
+        with interrupts_deferred():
+            session.finish_reason = session.finish_reason or FinishReason.ABORT
+            self.scheduler.remove(session)
 
     def stats(self) -> Stats:
         """What was measured since the last `reset_counters`; reading changes nothing."""

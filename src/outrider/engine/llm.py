@@ -118,13 +118,20 @@ class LLM:
             raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r}")
         return list(prompt)
 
+    def _step(self) -> None:
+        if self.engine.step() is None:
+            raise RequestError(
+                "sessions that were begun by hand hold the KV pages that this needs; finish or cancel them first, or "
+                "raise kv_tokens"
+            )
+
     def _stream(self, ids: list[int], as_text: bool, params: SamplingParams) -> Iterator[Chunk]:
         sequence = self.engine.submit(ids, params)
         text = TextStream(self.tokenizer)
         try:
             seen, finished = 0, False
             while not finished:
-                self.engine.step()
+                self._step()
                 fresh, finished = sequence.output[seen:], sequence.finished
                 seen += len(fresh)
                 for left, token in zip(range(len(fresh) - 1, -1, -1), fresh, strict=True):
@@ -141,7 +148,7 @@ class LLM:
         try:
             sequences.extend(self.engine.submit(self._ids(prompt), params) for prompt in prompts)
             while not all(s.finished for s in sequences):
-                self.engine.step()
+                self._step()
         finally:
             for sequence in sequences:
                 self.engine.cancel(sequence)

@@ -137,18 +137,19 @@ class HostProvider:
 
     # --- ahead of demand ----------------------------------------------------------------------------------------------
 
-    def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> int:
-        """Queue fetches of absent experts as one list; returns how many were queued.
+    def prefetch(self, keys: Iterable[ExpertKey], priority: Band = Band.ROUTE_AHEAD) -> list[ExpertKey]:
+        """Queue fetches of absent experts as one list; returns those that were queued.
 
         An expert that is on its way in a less urgent band is promoted. One for which its layer has no slot to spare
         is dropped and counted.
 
-        Raises: ValueError for a key that the store does not hold.
+        Raises: ValueError for a key that the store does not hold; then nothing is queued.
         """
-        fetches = []
+        keys = list(keys)
+        if unknown := [key for key in keys if key not in self.store.expert_nbytes]:
+            raise ValueError(f"there is no expert {tuple(unknown[0])}")
+        fetches = {}
         for key in keys:
-            if key not in self.store.expert_nbytes:
-                raise ValueError(f"there is no expert {tuple(key)}")
             slots = self._layers[key.layer]
             if key.expert in slots.of_expert:
                 fetch = slots.of_expert[key.expert].loaded_by
@@ -156,9 +157,9 @@ class HostProvider:
             elif (slot := self._spare(key.layer)) is None:
                 self.counters.dropped_prefetches += 1
             else:
-                fetches.append(self._load(slots, slot, key.expert, priority, demanded=False))
-        self._queue.submit(fetches)
-        return len(fetches)
+                fetches[key] = self._load(slots, slot, key.expert, priority, demanded=False)
+        self._queue.submit(list(fetches.values()))
+        return list(fetches)
 
     def cancel_prefetches(self) -> int:
         """Take back every fetch that nobody demanded and that is not done; returns how many."""

@@ -17,9 +17,10 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     Top-k keeps the k largest; top-p keeps the smallest set of largest tokens whose mass reaches p, the token that
     crosses p included. Among equal logits the smaller id comes first.
     """
-    # Relative to the largest, so that a tiny temperature sharpens to the argmax and does not overflow.
+    # Relative to the largest and bounded: a tiny temperature sharpens to the argmax, a huge one flattens to a draw
+    # among all that can be drawn, and neither overflows.
     relative = logits.float() - logits.amax(-1, keepdim=True).float()
-    probs = torch.softmax(relative / max(params.temperature, 1e-30), dim=-1)
+    probs = torch.softmax(relative / min(max(params.temperature, 1e-30), 1e30), dim=-1)
     if params.top_k == 0 and params.top_p >= 1:
         return probs
     ranked, ids = torch.sort(probs, dim=-1, descending=True, stable=True)

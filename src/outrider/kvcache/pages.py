@@ -65,9 +65,10 @@ class PageTable:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a table of {self.length} tokens to {length}")
         keep = pages_for(length)
-        self.pool.give(self.pages[keep:])
-        del self.pages[keep:]
+        given = self.pages[keep:]
+        del self.pages[keep:]  # before the pool has them: an interrupt between may lose pages, never give them twice
         self.length = length
+        self.pool.give(given)
 
     def release(self) -> None:
         """Give all pages back."""

@@ -35,8 +35,8 @@ def kv_bytes_per_token(config: KVShape, dtype: torch.dtype) -> int:
 class KVStorage:
     """Keys and values [layers][pages * PAGE_SIZE, kv_heads, head_dim] on `device` for the pages of `pool`.
 
-    Several storages may share a pool: a page then holds its tokens' keys and values in each of them, and whoever grows,
-    truncates or shares a page table does it for all. Zeroed at the start, so that a page costs no memory on a CPU until
+    Several storages may share a pool: a page then holds its tokens' keys and values in each of them, and whoever grows
+    or truncates a page table does it for all. Zeroed at the start, so that a page costs no memory on a CPU until
     it is used.
     """
 

@@ -38,6 +38,12 @@ class RouteAheadStatistics:
         self._routes = {}
         self._open = True
 
+    def abandon(self) -> None:
+        """The open step failed; what was predicted for it is predicted for the next one."""
+        for layer, experts in self._predicted.items():
+            self._ahead.setdefault(layer, set()).update(experts)
+        self._predicted, self._open = {}, False
+
     def observe(self, layer: int, routes: Sequence[Sequence[int]]) -> None:
         """The experts of each row in `layer`. Raises: RuntimeError outside a step."""
         if not self._open:

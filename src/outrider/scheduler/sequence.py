@@ -10,10 +10,11 @@ from outrider.kvcache.pages import PageTable
 
 
 class FinishReason(Enum):
-    """Why a sequence ended, in OpenAI's words."""
+    """Why a sequence ended, in OpenAI's words; `ABORT`: it was cancelled."""
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
 
 
 @dataclass(eq=False)

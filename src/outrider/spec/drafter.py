@@ -4,8 +4,8 @@ A block is the anchor and masks, at the positions that follow the committed toke
 to the *context*: one key and value for each committed token, made of the target's residual stream at that token
 (`features`) and of nothing else. Embedding and head are the target's; the final norm is the drafter's own.
 
-The context lies in the same pages as the target's keys and values, position by position, so truncating, freeing or
-sharing a page table does it for both. A block's own keys and values are never stored.
+The context lies in the same pages as the target's keys and values, position by position, so truncating or
+freeing a page table does it for both. A block's own keys and values are never stored.
 """
 
 from collections.abc import Iterable, Sequence

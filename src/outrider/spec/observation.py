@@ -29,7 +29,10 @@ class Observation:
     def features(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), taps * hidden]: the taps of some rows, joined in their listed order."""
         at = torch.tensor(rows, dtype=torch.int64)
-        return torch.cat([tap[at.to(tap.device)] for tap in self._taps.values() if tap is not None], dim=-1)
+        taps = [tap for tap in self._taps.values() if tap is not None]
+        if len(taps) < len(self._taps):
+            raise RuntimeError("the target ran without one of the tapped layers")
+        return torch.cat([tap[at.to(tap.device)] for tap in taps], dim=-1)
 
     def routes(self) -> dict[int, list[list[int]]]:
         """Layer -> expert ids of each row."""

@@ -32,8 +32,7 @@ class DraftResult:
 
     token_probs: the drafter's probability of each token, under the request's warp (greedy: temperature 1).
     expert_union, expert_bytes: the projected union of the verify and its exact stored bytes; `projection` says where
-    they
-        come from. A first round has no history: nothing is projected, 0 bytes, "none".
+        they come from. A first round has no history: nothing is projected, 0 bytes, "none".
     """
 
     tokens: tuple[int, ...]
@@ -122,9 +121,9 @@ class Rounds:
         """
         began = perf_counter()
         for session in _distinct(sessions):
+            _check_running(session)
             if session.draft is not None:
                 raise RuntimeError(f"session {session.id} has a draft that waits for its verify")
-            _check_running(session)
         drafts = self._draft(sessions)
         results = [self._project(s, draft) for s, draft in zip(sessions, drafts, strict=True)]
         for session, draft in zip(sessions, drafts, strict=True):
@@ -145,6 +144,8 @@ class Rounds:
             RequestError for logits that are not finite.
         """
         began = perf_counter()
+        if not sessions:
+            return []
         for session in _distinct(sessions):
             _check_running(session)
         drafts = [_pending(session) for session in sessions]
@@ -187,9 +188,10 @@ class Rounds:
         tables = [session.table for session in sessions]
         blocks = [[s.anchor, *d.tokens[: width - 1]] for s, d, width in zip(sessions, drafts, widths, strict=True)]
         seen = Observation(self._taps)
-        if self._sink:
-            self._sink.begin_step()
         with ExitStack() as undo:
+            if self._sink:
+                self._sink.begin_step()
+                undo.callback(self._sink.abandon)
             for table in tables:
                 undo.callback(table.truncate, table.length)
             hidden, batch = self._target.forward(Phase.DECODE, tables, blocks, seen)
@@ -201,6 +203,8 @@ class Rounds:
                 rows = range(span.start, span.stop)
                 stay = rows[: committed_rows(verdict.accepted, len(rows), len(tokens))]
                 tested = min(len(rows), len(draft.tokens))
+                if len(tokens) < len(verdict.tokens):  # what lies behind a stop was not put to the test
+                    tested = len(tokens)
                 accepted = min(verdict.accepted, len(tokens))
                 outcomes.append(_Outcome(tokens, tested, accepted, span.position, stay, union_of(routes, rows)))
             if self.drafter:
