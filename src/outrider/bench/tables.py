@@ -12,10 +12,14 @@ PREFACE = """# Benchmarks
 Rendered by `outrider bench tables benchmarks/results > BENCHMARKS.md`; a test keeps it equal to the result files.
 
 What is shown: decoding of one sequence, greedy, with fewer and fewer experts resident, by the host-driven provider
-(Python chooses victims, a thread copies). Tokens are compared with those of the first row. What is not shown yet:
-captured graphs, speculation, concurrency, other engines. Models named after a config are synthetic: true shapes and
-bytes, random weights (`outrider synth gpt-oss-20b FOLDER --layers 4`), so routing is nearly uniform and hit rates are
-lower than real text gives.
+(Python chooses victims, a thread copies); of the demo also with its draft. Tokens are compared with those of the first
+row. What is not shown yet: captured graphs, concurrency, other engines, speculation on a GPU. Models named after a
+config are synthetic: true shapes and bytes, random weights (`outrider synth gpt-oss-20b FOLDER --layers 4`), so routing
+is nearly uniform and hit rates are lower than real text gives.
+
+"width" is the rows of a verify (off: plain decoding; auto: the whole block), "accepted" the tokens that a round gives,
+the bonus token included. On a CPU rows are not free: a verify of 8 rows computes nearly as long as several tokens, so
+what speculation saves there is steps and expert bytes, and only partly time.
 
 "waited" is the time that compute waited for expert bytes, those of prefill included, per decoded token. "copy path" is
 the probe at start, on the engine's own copy thread; DMA from pinned memory reaches 55 GB/s on an H200, so a third of
