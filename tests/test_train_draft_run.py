@@ -108,6 +108,8 @@ def test_samples_are_trained_on_and_the_card_says_how_they_were_made(tmp_path: P
     assert training["data"]["written_sequences"] == 3
     assert training["data"]["written_tokens"] == int(read_samples(written).lengths.sum())
     assert "--tokens 40" in (tmp_path / "out" / "README.md").read_text()
+    train_draft("demo", [data], tmp_path / "both", SMALL, samples=[written])
+    assert json.loads((tmp_path / "both" / "training.json").read_text())["data"]["written_sequences"] == 4 + 3
     assert write_samples([*made[:6], "4", *made[7:], "--tokens", "40"]) == 0
     with pytest.raises(ConfigError, match="holds a run with samples"):
         train_draft("demo", [data], tmp_path / "out", **arguments)
