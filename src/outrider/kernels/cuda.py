@@ -1,0 +1,58 @@
+"""CUDA C++ kernels compiled at run time through NVRTC: what Triton cannot express, without a build step.
+
+Only kernels whose speed hangs on register fragments are written this way; everything else is Triton.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int | float
+"""A tensor is passed as its address, an int as a 32-bit one, a float as float32."""
+
+
+class CudaKernel:
+    """The `extern "C"` function `name` of the file `source` beside this one, compiled for the current GPU at first use.
+
+    Args:
+        macros: compile-time constants.
+    """
+
+    def __init__(self, source: str, name: str, macros: dict[str, int]) -> None:
+        self.source, self.name, self.macros = source, name, macros
+
+    def launch(self, grid: tuple[int, ...], threads: int, shared: int, *args: Argument) -> None:
+        """Queue one run on torch's current stream (which may be capturing), with `shared` bytes of dynamic memory."""
+        from cuda.core import LaunchConfig, Stream, launch
+
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        kernel = _loaded(self.source, self.name, tuple(self.macros.items()), torch.cuda.current_device())
+        launch(stream, LaunchConfig(grid=grid, block=threads, shmem_size=shared), kernel, *map(_argument, args))
+
+
+def compile_cubin(source: str, macros: tuple[tuple[str, int], ...], arch: str) -> Any:
+    """Compile a file beside this one to machine code for `arch` (such as `sm_90`); needs no GPU."""
+    from cuda.core import Program, ProgramOptions
+
+    code = (Path(__file__).parent / source).read_text()
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in macros])
+    return Program(code, "c++", options).compile("cubin")
+
+
+@cache
+def _loaded(source: str, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Any:
+    from cuda.core import Device
+
+    Device(device).set_current()
+    major, minor = torch.cuda.get_device_capability(device)
+    return compile_cubin(source, macros, f"sm_{major}{minor}").get_kernel(name)
+
+
+def _argument(value: Argument) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return ctypes.c_int32(value) if isinstance(value, int) else ctypes.c_float(value)

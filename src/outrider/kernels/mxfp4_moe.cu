@@ -1,0 +1,181 @@
+// Expert projections over MXFP4 weights that are packed as tensor-core register fragments (mxfp4_packing.py says how).
+//
+// A warp owns one tile of 16 weight rows and a fixed part of K; the warps of a tile add their sums in order through
+// shared memory. Activations are the n side of mma.m16n8k16, so rows never meet and a row's bits do not depend on
+// which rows are beside it. Weights may lie in device memory or in mapped host memory.
+//
+// Macros: TILES weight tiles a block, PARTS parts of K, DEPTH groups of 64 in flight a warp, COLUMNS most tiles of 8
+// activation rows a pass, GATED 1: gate, up and activation; 0: plain with bias.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+// Weights are read once: not kept in L1. A load that `wanted` turns off leaves its register alone.
+__device__ __forceinline__ void load_words(uint4& v, const uint4* p, bool wanted) {
+  asm volatile("{.reg .pred q; setp.ne.u32 q, %5, 0;\n"
+               "@q ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((u32)wanted));
+}
+__device__ __forceinline__ void load_scales(u32& v, const u16* p, bool wanted) {
+  u16 r = (u16)v;
+  asm volatile("{.reg .pred q; setp.ne.u32 q, %2, 0;\n"
+               "@q ld.global.nc.L1::no_allocate.u16 %0, [%1];}" : "+h"(r) : "l"(p), "r"((u32)wanted));
+  v = r;
+}
+__device__ __forceinline__ u32 scaled(u32 bits, u32 scale) {
+  u32 r;  // adding -0 changes nothing; a plain bfloat16 product exists from sm_90 only
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(bits), "r"(scale), "r"(0x80008000u));
+  return r;
+}
+__device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ u16 to_bf16(float v) {
+  u16 r;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
+  return r;
+}
+
+// One word holds the lane's four fragment registers: two codes each, whose bits lie so that a shift and a mask make a
+// bfloat16 pair of value * 2^-126; the scale (2^126 folded in) makes it exact.
+__device__ __forceinline__ void fragments(u32 w, u32 even, u32 odd, u32* a) {
+  const u32 mask = 0x81C081C0u;
+  a[0] = scaled((w << 6) & mask, even);
+  a[1] = scaled((w << 2) & mask, odd);
+  a[2] = scaled(__funnelshift_r(w, w, 4) & mask, even);
+  a[3] = scaled((w & 0x81808180u) | ((w >> 8) & 0x00400040u), odd);
+}
+
+struct Weights {
+  const uint4* words;  // this lane's, a step of 32 to the next group
+  const u16* scales;   // a step of 16
+  int groups;
+};
+
+// One group of 64 columns: T tiles of 8 activation rows, with this lane's 16 columns at row[t].
+template <int T>
+__device__ __forceinline__ void multiply_group(uint4 v, u32 s, const uint4* const* row, int ahead, float (*c)[4]) {
+  const u32 even = __byte_perm(s, 0, 0x4040) << 7, odd = __byte_perm(s, 0, 0x4141) << 7;
+  uint4 b[T][2];
+#pragma unroll
+  for (int t = 0; t < T; t++) {
+    b[t][0] = __ldg(row[t] + ahead * 8);
+    b[t][1] = __ldg(row[t] + ahead * 8 + 1);
+  }
+  u32 a[4];
+  fragments(v.x, even, odd, a);
+#pragma unroll
+  for (int t = 0; t < T; t++) mma(c[t], a[0], a[1], a[2], a[3], b[t][0].x, b[t][0].y);
+  fragments(v.y, even, odd, a);
+#pragma unroll
+  for (int t = 0; t < T; t++) mma(c[t], a[0], a[1], a[2], a[3], b[t][0].z, b[t][0].w);
+  fragments(v.z, even, odd, a);
+#pragma unroll
+  for (int t = 0; t < T; t++) mma(c[t], a[0], a[1], a[2], a[3], b[t][1].x, b[t][1].y);
+  fragments(v.w, even, odd, a);
+#pragma unroll
+  for (int t = 0; t < T; t++) mma(c[t], a[0], a[1], a[2], a[3], b[t][1].z, b[t][1].w);
+}
+
+// Adds the groups of `w`, the first of them at column `column`, to c[t], for rows `done` .. of an expert.
+template <int T>
+__device__ __forceinline__ void multiply(Weights w, const u16* x, const int* pairs, int done, int rows, int x_divisor,
+                                         int x_stride, int column, float (*c)[4]) {
+  const int lane = threadIdx.x & 31;
+  uint4 word[DEPTH];
+  u32 scale[DEPTH];
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++) {
+    word[i] = make_uint4(0, 0, 0, 0), scale[i] = 0;
+    load_words(word[i], w.words + i * 32, i < w.groups);
+    load_scales(scale[i], w.scales + i * 16, i < w.groups);
+  }
+  const uint4* row[T];
+#pragma unroll
+  for (int t = 0; t < T; t++) {  // rows that do not exist repeat the last one, and are not stored
+    const int pair = pairs[min(done + t * 8 + (lane >> 2), rows - 1)];
+    row[t] = (const uint4*)(x + (long)(pair / x_divisor) * x_stride + column + (lane & 3) * 16);
+  }
+  for (; w.groups >= DEPTH; w.groups -= DEPTH) {
+    w.words += DEPTH * 32, w.scales += DEPTH * 16;
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+      const uint4 v = word[i];
+      const u32 s = scale[i];
+      load_words(word[i], w.words + i * 32, i + DEPTH < w.groups);
+      load_scales(scale[i], w.scales + i * 16, i + DEPTH < w.groups);
+      multiply_group<T>(v, s, row, i, c);
+    }
+#pragma unroll
+    for (int t = 0; t < T; t++) row[t] += DEPTH * 8;
+  }
+#pragma unroll
+  for (int i = 0; i < DEPTH - 1; i++)
+    if (i < w.groups) multiply_group<T>(word[i], scale[i], row, i, c);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * TILES * PARTS)
+project(const u16* x, void* out, const u64* address, const int* start, const int* pairs, const int* bounds,
+        int N, int groups, int x_divisor, int words_at, int scales_at, int bias_at, float alpha, float limit) {
+  extern __shared__ float sums[];  // [TILES * PARTS][COLUMNS][16][8]
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile_in = warp % TILES, part = warp / TILES;
+  const int blocks = N / 16 / TILES, group = groups * part / PARTS;
+  const int begin = bounds[0], items = (bounds[1] - begin) * blocks;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int entry = begin + item / blocks, block = item % blocks, tile = block * TILES + tile_in;
+    const char* record = (const char*)address[entry];
+    const int first = start[entry], rows = start[entry + 1] - first;
+    const long unit = (long)tile * groups + group;
+    const Weights w = {(const uint4*)(record + words_at) + unit * 32 + lane,
+                       (const u16*)(record + scales_at) + unit * 16 + (lane >> 2) * 2 + ((lane & 3) >> 1),
+                       groups * (part + 1) / PARTS - group};
+    const u16* bias = bias_at < 0 ? nullptr : (const u16*)(record + bias_at);
+    for (int done = 0; done < rows; done += 8 * COLUMNS) {
+      const int tiles = min(COLUMNS, (rows - done + 7) / 8);
+      float c[COLUMNS][4] = {};
+      const int* own = pairs + first;
+      if (COLUMNS == 1 || tiles == 1) multiply<1>(w, x, own, done, rows, x_divisor, groups * 64, group * 64, c);
+      else if (COLUMNS == 2 || tiles == 2) multiply<COLUMNS < 2 ? 1 : 2>(w, x, own, done, rows, x_divisor, groups * 64, group * 64, c);
+      else multiply<COLUMNS>(w, x, own, done, rows, x_divisor, groups * 64, group * 64, c);
+      float* mine = sums + warp * COLUMNS * 128 + (lane >> 2) * 8 + (lane & 3) * 2;
+#pragma unroll
+      for (int t = 0; t < COLUMNS; t++)
+        if (t < tiles) {
+          *(float2*)(mine + t * 128) = make_float2(c[t][0], c[t][1]);
+          *(float2*)(mine + t * 128 + 64) = make_float2(c[t][2], c[t][3]);
+        }
+      __syncthreads();
+      const int each = GATED ? 64 : 128;
+      for (int i = threadIdx.x; i < TILES * tiles * each; i += 32 * TILES * PARTS) {
+        const int t = i / each % tiles, of = i / each / tiles, n = i % 8, m = i % each / 8;
+        if (done + t * 8 + n >= rows) continue;
+        const long pair = pairs[first + done + t * 8 + n];
+        const float* p = sums + (of * COLUMNS + t) * 128 + m * 8 + n;
+        float value = 0.f, up = 0.f;
+        for (int k = 0; k < PARTS; k++) {
+          value += p[k * TILES * COLUMNS * 128];
+          if (GATED) up += p[k * TILES * COLUMNS * 128 + 64];
+        }
+        const int at = (block * TILES + of) * (GATED ? 8 : 16) + m;
+        if (GATED) {
+          if (bias) value += from_bf16(bias[2 * at]), up += from_bf16(bias[2 * at + 1]);
+          float inner;
+          if (limit > 0.f) {
+            value = fminf(value, limit), up = fminf(fmaxf(up, -limit), limit);
+            inner = (up + 1.f) * (value / (1.f + expf(-alpha * value)));
+          } else {
+            inner = up * (value / (1.f + expf(-value)));
+          }
+          ((u16*)out)[pair * (N / 2) + at] = to_bf16(inner);
+        } else {
+          ((float*)out)[pair * N + at] = bias ? value + from_bf16(bias[at]) : value;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
