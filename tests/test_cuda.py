@@ -37,7 +37,7 @@ def check_slots(engine: Engine) -> int:
 def test_tokens_and_bytes_at_any_residency(folder: Path, dtype: str) -> None:
     outputs = []
     for slots in ("100%", "50%", "38%", "3", "25%"):
-        engine = build_engine(str(folder), EngineOptions(parse_slots(slots), device="cuda", dtype=dtype))
+        engine = build_engine(str(folder), EngineOptions(parse_slots(slots), device="cuda", driver="host", dtype=dtype))
         assert isinstance(engine.provider.store, MappedStore if slots == "100%" else PinnedStore)
         outputs.append(generate(engine, make_texts([5, 40, 23], engine.config.vocab_size), 48))
         stats = engine.stats()
@@ -53,14 +53,14 @@ def test_float32_tokens_equal_the_cpu_s(folder: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     both = []
     for device in ("cpu", "cuda"):
-        engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device=device, dtype="float32"))  # type: ignore[arg-type]
+        engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device=device, driver="host", dtype="float32"))  # type: ignore[arg-type]
         both.append(generate(engine, make_texts([5, 40, 23], engine.config.vocab_size), 32))
         engine.close()
     assert both[0] == both[1]
 
 
 def test_prefetch_and_resets(folder: Path) -> None:
-    engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device="cuda"))
+    engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device="cuda", driver="host"))
     texts = make_texts([6], engine.config.vocab_size)
     first = generate(engine, texts, 8)
     layers = engine.config.moe_layers
@@ -84,7 +84,7 @@ def test_speculation_runs_on_the_gpu_and_gives_the_same_at_any_residency(tmp_pat
     make_pair(tmp_path, "gpt_oss-mxfp4")
     outputs, accepted = [], []
     for slots in ("100%", "50%", "25%"):
-        engine = open_pair(tmp_path, slots, device="cuda", dtype=dtype)
+        engine = open_pair(tmp_path, slots, device="cuda", driver="host", dtype=dtype)
         prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in enumerate((5, 40, 23))]
         first = [engine.submit(prompt, greedy(32)) for prompt in prompts]
         while engine.step():

@@ -13,9 +13,15 @@ from outrider.errors import ConfigError, RequestError
 Family = Literal["gpt_oss", "qwen3_moe"]
 PolicyName = Literal["decayed-lfu", "lru"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+DriverName = Literal["auto", "host", "device"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 Width = int | Literal["auto", "off"]
-_CHOICES = {"policy": get_args(PolicyName), "device": get_args(DeviceName), "dtype": get_args(DtypeName)}
+_CHOICES = {
+    "policy": get_args(PolicyName),
+    "device": get_args(DeviceName),
+    "dtype": get_args(DtypeName),
+    "driver": get_args(DriverName),
+}
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,8 @@ class EngineOptions:
     width: rows of a verify, the anchor included: "auto" is the draft's whole block, "off" ignores the draft.
     route_ahead_stats: record S3 (`stats().route_ahead`).
 
+    driver: who decides about experts: "host" (Python and a copy thread, on any device) or "device" (kernels in a
+        captured graph); "auto": the device on CUDA in bfloat16.
     max_context: longest prompt + output; None: what the model allows, at most 4096.
     kv_tokens: tokens that the KV pages hold in all; None: four times `max_context`.
     threads: compute threads of this process on a CPU; None leaves torch's choice, which for a small model on a busy
@@ -231,6 +239,7 @@ class EngineOptions:
     prefill_chunk: int = 512
     probe_copies: bool = True
     threads: int | None = None
+    driver: DriverName = "auto"
     draft: str | None = None
     width: Width = "auto"
     route_ahead_stats: bool = False

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.commands.options import Device, Draft, Dtype, Json, MaxTokens, Model, Threads, given_ids
+from outrider.commands.options import Device, Draft, Driver, Dtype, Json, MaxTokens, Model, Threads, given_ids
 from outrider.commands.run import DEMO_PROMPT
 from outrider.config import parse_slots, parse_width
 from outrider.console import errors, progress_bars, show, write_json
@@ -56,6 +56,7 @@ def residency(
     draft: Draft = None,
     widths: Annotated[str, typer.Option(help="Rows of a verify to measure: off,2,4,auto. 'off' is plain.")] = "off",
     device: Device = "auto",
+    driver: Driver = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
     max_tokens: MaxTokens = 128,
@@ -79,6 +80,7 @@ def residency(
             draft,
             [parse_width(width) for width in widths.split(",")],
             device=device,
+            driver=driver,
             dtype=dtype,
             threads=threads,
         )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.config import DeviceName, DtypeName, PolicyName
+from outrider.config import DeviceName, DriverName, DtypeName, PolicyName
 from outrider.errors import RequestError
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or 'demo'.")]
@@ -13,6 +13,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Slots = Annotated[str, typer.Option(help="Experts that may be resident: 50%, 6GiB in all, or slots per layer.")]
 Policy = Annotated[PolicyName, typer.Option(help="Which resident expert is evicted.")]
 Device = Annotated[DeviceName, typer.Option(help="Where to compute.")]
+Driver = Annotated[DriverName, typer.Option(help="Who decides about experts: Python (host) or captured kernels.")]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: bfloat16 on CUDA, else float32.")]
 Context = Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]

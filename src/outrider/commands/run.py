@@ -9,6 +9,7 @@ from outrider.commands.options import (
     Context,
     Device,
     Draft,
+    Driver,
     Dtype,
     Json,
     MaxTokens,
@@ -72,6 +73,7 @@ def generate(
     expert_slots: Slots = "100%",
     policy: Policy = "decayed-lfu",
     device: Device = "auto",
+    driver: Driver = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
     max_context: Context = None,
@@ -85,7 +87,8 @@ def generate(
     """Complete one prompt, streamed, then show the statistics."""
     given = given_prompt(prompt, prompt_ids)
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
-    options = {"policy": policy, "device": device, "dtype": dtype, "threads": threads, "max_context": max_context}
+    options = {"policy": policy, "device": device, "driver": driver, "dtype": dtype, "threads": threads}
+    options["max_context"] = max_context
     with _load(model, draft=draft, width=parse_width(width), expert_slots=expert_slots, **options) as llm:
         report = stream(llm, given, params, quiet=as_json)
         if as_json:
@@ -101,6 +104,7 @@ def chat(
     expert_slots: Slots = "100%",
     policy: Policy = "decayed-lfu",
     device: Device = "auto",
+    driver: Driver = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
     max_context: Context = None,
@@ -119,7 +123,8 @@ def chat(
     from outrider.engine.tokenizer import Tokenizer
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
-    options = {"policy": policy, "device": device, "dtype": dtype, "threads": threads, "max_context": max_context}
+    options = {"policy": policy, "device": device, "driver": driver, "dtype": dtype, "threads": threads}
+    options["max_context"] = max_context
     Tokenizer(locate(model)).check_chat()
     with _load(model, draft=draft, width=parse_width(width), expert_slots=expert_slots, **options) as llm:
         history = converse(llm, params, quiet=as_json)

@@ -1,8 +1,5 @@
 """The composition root: from a model's name and options to a running engine. Nothing else wires parts together."""
 
-import time
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -11,27 +8,29 @@ from torch import Tensor
 from outrider.checkpoint import Checkpoint, locate, open_checkpoint
 from outrider.checkpoint.draft import DraftCheckpoint, open_draft
 from outrider.checkpoint.locate import locate_draft
-from outrider.config import EngineOptions, ModelConfig, format_bytes
-from outrider.core import ExpertKey, Progress, no_progress
+from outrider.config import DriverName, EngineOptions, ModelConfig, format_bytes
+from outrider.core import Progress, no_progress
+from outrider.engine.build_device import build_device, unfit_for_device
+from outrider.engine.build_host import Parts, build_host
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.experts.budget import slots_per_layer
-from outrider.experts.fetch import CopyBackend, CudaBackend, HostBackend
+from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.host_provider import HostProvider
 from outrider.experts.layout import torch_dtype
-from outrider.experts.store import ExpertStore, MappedStore, PinnedStore
+from outrider.experts.store import MappedStore
 from outrider.kvcache.pages import PAGE_SIZE, PagePool, pages_for
 from outrider.kvcache.storage import KVShape, KVStorage, kv_bytes_per_token
 from outrider.models.decoder import Decoder
+from outrider.models.device_decoder import DeviceDecoder
 from outrider.models.layers import Weights
-from outrider.models.target import Target
+from outrider.models.target import TargetModel
 from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler
 from outrider.spec.drafter import Drafter
 from outrider.spec.session import Rounds, SpecSession
 
 DEFAULT_CONTEXT = 4096
-_PROBE_BYTES = 64 << 20
 
 
 @torch.inference_mode(mode=False)  # slots and pages are written outside of it, whatever the caller is in
@@ -46,6 +45,7 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     draft = _open_draft(options, model, config)
     device = _device(options)
     dtype = _dtype(options, device)
+    driver = _driver(config, options, device, dtype)
     max_context = _context(config, options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -56,25 +56,42 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     kv_tokens = options.kv_tokens or 4 * max_context
     _check_memory(checkpoint, draft, mapped, sum(slots.values()), resident, kv_tokens, device, dtype)
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
-    decoder = Decoder(config, loader.of(checkpoint.dense))
     pool = PagePool(pages_for(kv_tokens))
     kv = _pages(config, pool, dtype, device)
+    parts = Parts(checkpoint, mapped, slots, loader.of(checkpoint.dense), kv, options, device, dtype, max_context)
+    decoder: Decoder | DeviceDecoder
+    provider: HostProvider | DeviceProvider
+    target: TargetModel
+    if driver == "device":
+        taps = draft.config.tap_layers if draft else ()
+        decoder, provider, target, probed = build_device(parts, _most_rows(options, draft), taps, progress)
+    else:
+        decoder, provider, target, probed = build_host(parts, progress)
     drafter = None
     if draft:
         loader = _DenseLoader(draft.elements(), "loading the draft", device, dtype, progress)
         drafter = _drafter(draft, decoder, loader.of(draft.tensor), _pages(draft.config, pool, dtype, device))
-    # Experts that all fit are read once, straight into their slots: no second copy in pinned memory.
-    store = PinnedStore(mapped, progress) if device.type == "cuda" and not resident else mapped
-    backend = CudaBackend(device) if device.type == "cuda" else HostBackend()
-    provider = HostProvider(store, slots, config.num_experts, options.policy, backend, device)
-    if resident:
-        _preload(provider, checkpoint.expert_keys(), len(store.expert_nbytes), progress)
-    probed = _probe(provider, store, backend) if options.probe_copies and not resident else None
-    route_ahead = RouteAheadStatistics(store.expert_nbytes) if options.route_ahead_stats else None
+    route_ahead = RouteAheadStatistics(provider.expert_nbytes) if options.route_ahead_stats else None
     width = options.width if isinstance(options.width, int) else None
-    rounds = Rounds(Target(decoder, kv, provider, device), drafter, width, route_ahead)
+    rounds = Rounds(target, drafter, width, route_ahead)
     scheduler = Scheduler[SpecSession](pool, options.max_batch, options.prefill_chunk)
     return Engine(checkpoint, decoder, provider, kv, rounds, scheduler, max_context, probed, route_ahead)
+
+
+def _driver(config: ModelConfig, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> DriverName:
+    """Who drives the experts. Raises: ConfigError if the device is asked to and cannot."""
+    why = unfit_for_device(config, options, device, dtype)
+    if options.driver == "device" and why:
+        raise ConfigError(f"driver is 'device', but {why}; use --driver host")
+    if options.driver == "auto":
+        return "device" if device.type == "cuda" and not why else "host"
+    return options.driver
+
+
+def _most_rows(options: EngineOptions, draft: DraftCheckpoint | None) -> int:
+    """The most rows of one step."""
+    width = options.width if isinstance(options.width, int) else draft.config.num_drafts + 1 if draft else 1
+    return max(options.prefill_chunk, options.max_batch * width)
 
 
 class _DenseLoader:
@@ -111,7 +128,7 @@ def _open_draft(options: EngineOptions, model: str, config: ModelConfig) -> Draf
     return draft
 
 
-def _drafter(draft: DraftCheckpoint, decoder: Decoder, weights: Weights, context: KVStorage) -> Drafter:
+def _drafter(draft: DraftCheckpoint, decoder: Decoder | DeviceDecoder, weights: Weights, context: KVStorage) -> Drafter:
     embedding = decoder.embedding
     draft.check_copies(embedding, decoder.head)
     ids = draft.ids
@@ -204,30 +221,3 @@ def available_ram() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _preload(provider: HostProvider, keys: Iterator[ExpertKey], total: int, progress: Progress) -> None:
-    for done, _ in enumerate(provider.preload(keys), start=1):
-        nbytes = provider.store.layout.record_nbytes
-        progress("loading experts", done * nbytes, total * nbytes)
-    provider.reset_counters()
-
-
-def _probe(provider: HostProvider, store: ExpertStore, backend: CopyBackend) -> float:
-    """Bytes per second of the engine's own copy path, the faster of two passes over some experts.
-
-    The first pass also reads them from disk; the slots are emptied afterwards.
-    """
-    record = store.layout.record_nbytes
-    room = provider.keys_that_fit()
-    best = 0.0
-    for _ in range(2):
-        keys = islice(room, max(1, _PROBE_BYTES // record))
-        started = time.perf_counter()
-        moved = sum(provider.preload(keys))
-        if isinstance(backend, CudaBackend):
-            torch.cuda.synchronize()
-        best = max(best, moved / (time.perf_counter() - started))
-        provider.reset_cache()
-    provider.reset_counters()
-    return best

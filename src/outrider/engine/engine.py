@@ -13,10 +13,12 @@ from outrider.core import Band, ExpertKey
 from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.runner import Runner
 from outrider.errors import RequestError
+from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.host_provider import HostProvider
 from outrider.kvcache.pages import PAGE_SIZE, OutOfPages, PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.decoder import Decoder
+from outrider.models.device_decoder import DeviceDecoder
 from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler, StepResult
 from outrider.scheduler.sequence import FinishReason
@@ -30,8 +32,8 @@ class Engine:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        decoder: Decoder,
-        provider: HostProvider,
+        decoder: Decoder | DeviceDecoder,
+        provider: HostProvider | DeviceProvider,
         kv: KVStorage,
         rounds: Rounds,
         scheduler: Scheduler[SpecSession],

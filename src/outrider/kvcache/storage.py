@@ -52,6 +52,10 @@ class KVStorage:
         """Bytes of the pages in use."""
         return self.pool.num_used * self.page_nbytes
 
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of `layer` themselves, each [token slots, kv_heads, head_dim]."""
+        return self._keys[layer], self._values[layer]
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [rows, kv_heads, head_dim] at int64 token slots [rows]."""
         self._keys[layer].index_copy_(0, slots, keys)

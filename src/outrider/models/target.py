@@ -1,15 +1,40 @@
 """The target with its KV pages and expert memory: token ids of several sequences in, residual rows out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.core import ExpertProvider, Phase
+from outrider.core import ExpertKey, ExpertProvider, Phase
 from outrider.kvcache.pages import PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.batch import Batch, Observer, Span
 from outrider.models.decoder import Decoder
+
+
+class TargetModel(Protocol):
+    """What runs rows of the target, however its experts are driven."""
+
+    @property
+    def expert_nbytes(self) -> Mapping[ExpertKey, int]:
+        """Exact stored payload bytes of every expert."""
+
+    def forward(
+        self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
+    ) -> tuple[Tensor, Batch]:
+        """Open a step and run `tokens[i]` behind what `tables[i]` holds, one forward for all.
+
+        The tables grow by their tokens, also when the forward fails: the caller truncates them, and commits the step.
+
+        Returns: [rows, hidden], what `logits` takes, and the batch that was run.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] of some rows of what `forward` returned."""
+
+    def commit(self, kept_rows: Sequence[int]) -> None:
+        """End the step: only `kept_rows` of its batch refresh the cache's recency."""
 
 
 class Target:
@@ -22,15 +47,23 @@ class Target:
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
     ) -> tuple[Tensor, Batch]:
-        """Open a step of the provider and run `tokens[i]` behind what `tables[i]` holds, one forward for all.
-
-        The tables grow by their tokens, also when the forward fails: the caller truncates them, and commits the step.
-
-        Returns: the residual stream [rows, hidden] after the last layer, and the batch that was run.
-        """
+        """See `TargetModel`; returns the residual stream after the last layer."""
         batch = self._batch(tables, tokens)
         self.provider.begin_step(phase)
         return self.decoder.forward(batch, self.kv, self.provider, observer), batch
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `TargetModel`."""
+        return self.decoder.logits(hidden)
+
+    def commit(self, kept_rows: Sequence[int]) -> None:
+        """See `TargetModel`."""
+        self.provider.commit(kept_rows)
+
+    @property
+    def expert_nbytes(self) -> Mapping[ExpertKey, int]:
+        """Exact stored payload bytes of every expert."""
+        return self.provider.expert_nbytes
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> Batch:
         ids: list[int] = []

@@ -36,7 +36,10 @@ class Observation:
 
     def routes(self) -> dict[int, list[list[int]]]:
         """Layer -> expert ids of each row."""
-        return {layer: ids.tolist() for layer, ids in self._routes.items()}
+        if not self._routes:
+            return {}
+        every = torch.stack(list(self._routes.values())).tolist()  # one read for all layers
+        return dict(zip(self._routes, every, strict=True))
 
 
 def union_of(routes: Mapping[int, Sequence[Sequence[int]]], rows: range) -> Union:

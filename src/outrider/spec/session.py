@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import Phase, RouteSink
-from outrider.models.target import Target
+from outrider.models.target import TargetModel
 from outrider.scheduler.sequence import Sequence
 from outrider.spec.acceptance import committed_rows
 from outrider.spec.drafter import Drafter
@@ -86,7 +86,7 @@ class Rounds:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, max_width: int | None = None, sink: RouteSink | None = None
+        self, target: TargetModel, drafter: Drafter | None, max_width: int | None = None, sink: RouteSink | None = None
     ) -> None:
         self.drafter = drafter
         self.counters = RoundCounters()
@@ -110,7 +110,7 @@ class Rounds:
             if self.drafter:
                 self.drafter.extend(seen.features(range(count)), batch.positions, batch.slots)
             undo.pop_all()
-        self._target.provider.commit(range(count))
+        self._target.commit(range(count))
         self.counters.first_tokens += len(tokens)
         return session.extend(tokens)
 
@@ -151,7 +151,7 @@ class Rounds:
         drafts = [_pending(session) for session in sessions]
         trials = self._verify(sessions, drafts, self._widths(sessions, drafts, widths))
         kept = [row for trial in trials for row in trial.kept]
-        self._target.provider.commit(kept)
+        self._target.commit(kept)
         if self._sink:
             self._sink.commit(kept)
         results = [self._settle(session, trial) for session, trial in zip(sessions, trials, strict=True)]
@@ -168,7 +168,7 @@ class Rounds:
 
     def _project(self, session: SpecSession, draft: Drafted) -> DraftResult:
         union = session.last_union or frozenset()
-        nbytes = nbytes_of(union, self._target.provider.expert_nbytes)
+        nbytes = nbytes_of(union, self._target.expert_nbytes)
         source: Projection = "none" if session.last_union is None else "previous-round"
         return DraftResult(draft.tokens, draft.token_probs, union, nbytes, source)
 
@@ -228,7 +228,7 @@ class Rounds:
     def _judge(
         self, sessions: Seq[SpecSession], hidden: Tensor, widths: Seq[int], drafts: Seq[Drafted]
     ) -> list[Verdict]:
-        logits = self._target.decoder.logits(hidden).split(list(widths))
+        logits = self._target.logits(hidden).split(list(widths))
         return judge(
             [
                 Trial(rows, draft, s.params, len(s.output), s.table.length - len(rows))

@@ -20,7 +20,9 @@ from outrider.console import write_json
 from outrider.core import Phase, Progress, no_progress
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
+from outrider.experts.host_provider import HostProvider
 from outrider.kvcache.pages import PAGE_SIZE, PageTable
+from outrider.models.decoder import Decoder
 from outrider.models.target import Target
 from outrider.spec.observation import Observation
 from outrider.train.draft_data import Sequences
@@ -46,6 +48,9 @@ def capture(
         _reserve(path, nbytes)
     mapped = np.memmap(path, dtype=np.int16, mode="r+", shape=shape)
     whole = torch.from_numpy(mapped).view(torch.bfloat16)
+    assert isinstance(engine.decoder, Decoder) and isinstance(
+        engine.provider, HostProvider
+    )  # draft_data.engine_options
     target = Target(engine.decoder, engine.kv, engine.provider, engine.decoder.embedding.device)
     starts = sequences.starts
     for chunk in _chunks(sequences.lengths, done, engine.kv.pool.num_free * PAGE_SIZE):

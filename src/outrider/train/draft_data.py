@@ -216,9 +216,12 @@ def continuations(engine: Engine, requests: Sequence[tuple[Sequence[int], Sampli
 
 
 def engine_options(options: EngineOptions, batch: int, longest: int) -> EngineOptions:
-    """`options` for an engine that holds `batch` sequences of `longest` tokens."""
+    """`options` for an engine that holds `batch` sequences of `longest` tokens, driven by the host: training reads
+    what passes through its eager decoder."""
     kv_tokens = batch * (-(-longest // PAGE_SIZE) + 1) * PAGE_SIZE
-    return replace(options, max_context=longest, kv_tokens=kv_tokens, max_batch=batch, probe_copies=False)
+    return replace(
+        options, max_context=longest, kv_tokens=kv_tokens, max_batch=batch, probe_copies=False, driver="host"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

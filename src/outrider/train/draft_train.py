@@ -23,6 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.tokenizer import Tokenizer
 from outrider.errors import ConfigError
+from outrider.models.decoder import Decoder
 from outrider.train.draft_capture import capture
 from outrider.train.draft_data import (
     COMMAND,
@@ -115,6 +116,7 @@ def _prepare(
     with closing(build_engine(target, engine_options(options, recipe.continuation.batch, longest), progress)) as engine:
         source = _Source(engine, recipe, work.folder, progress)
         decoder = engine.decoder
+        assert isinstance(decoder, Decoder)  # engine_options asks for it
         work.claim(identity)
         heldout = source.heldout(texts)
         trainer = Trainer(source.config, recipe, Frozen(decoder.embedding, decoder.head, decoder.norm.weight))

@@ -1,4 +1,4 @@
-// Expert projections over MXFP4 weights that are packed as tensor-core register fragments (mxfp4_packing.py says how).
+// Expert projections over MXFP4 weights that are packed as tensor-core register fragments (see mxfp4_packing.py).
 //
 // A warp owns one tile of 16 weight rows and a fixed part of K; the warps of a tile add their sums in order through
 // shared memory. Activations are the n side of mma.m16n8k16, so rows never meet and a row's bits do not depend on
@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply(Weights w, const u16* x, const int* pai
 
 extern "C" __global__ void __launch_bounds__(32 * TILES * PARTS)
 project(const u16* x, void* out, const u64* address, const int* start, const int* pairs, const int* bounds,
-        int N, int groups, int x_divisor, int words_at, int scales_at, int bias_at, float alpha, float limit) {
+        int N, int groups, int x_divisor, int x_stride, int out_stride, int words_at, int scales_at, int bias_at, float alpha, float limit) {
   extern __shared__ float sums[];  // [TILES * PARTS][COLUMNS][16][8]
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile_in = warp % TILES, part = warp / TILES;
   const int blocks = N / 16 / TILES, group = groups * part / PARTS;
@@ -138,9 +138,10 @@ project(const u16* x, void* out, const u64* address, const int* start, const int
       const int tiles = min(COLUMNS, (rows - done + 7) / 8);
       float c[COLUMNS][4] = {};
       const int* own = pairs + first;
-      if (COLUMNS == 1 || tiles == 1) multiply<1>(w, x, own, done, rows, x_divisor, groups * 64, group * 64, c);
-      else if (COLUMNS == 2 || tiles == 2) multiply<COLUMNS < 2 ? 1 : 2>(w, x, own, done, rows, x_divisor, groups * 64, group * 64, c);
-      else multiply<COLUMNS>(w, x, own, done, rows, x_divisor, groups * 64, group * 64, c);
+      if (COLUMNS == 1 || tiles == 1) multiply<1>(w, x, own, done, rows, x_divisor, x_stride, group * 64, c);
+      else if (COLUMNS == 2 || tiles == 2)
+        multiply<COLUMNS < 2 ? 1 : 2>(w, x, own, done, rows, x_divisor, x_stride, group * 64, c);
+      else multiply<COLUMNS>(w, x, own, done, rows, x_divisor, x_stride, group * 64, c);
       float* mine = sums + warp * COLUMNS * 128 + (lane >> 2) * 8 + (lane & 3) * 2;
 #pragma unroll
       for (int t = 0; t < COLUMNS; t++)
@@ -170,9 +171,9 @@ project(const u16* x, void* out, const u64* address, const int* start, const int
           } else {
             inner = up * (value / (1.f + expf(-value)));
           }
-          ((u16*)out)[pair * (N / 2) + at] = to_bf16(inner);
+          ((u16*)out)[pair * out_stride + at] = to_bf16(inner);
         } else {
-          ((float*)out)[pair * N + at] = bias ? value + from_bf16(bias[at]) : value;
+          ((float*)out)[pair * out_stride + at] = bias ? value + from_bf16(bias[at]) : value;
         }
       }
       __syncthreads();

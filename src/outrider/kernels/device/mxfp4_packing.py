@@ -1,4 +1,4 @@
-"""MXFP4 weights as tensor-core register fragments: the layout that `mxfp4_moe.cu` reads.
+"""MXFP4 weights as tensor-core register fragments: the layout that `mxfp4.cu` reads.
 
 A matrix [N, K] (N a multiple of 16, K of 32) becomes
     words   uint8 [N/16, G, 32, 16]   G = ceil(K/64) groups; each lane's four 32-bit words, one a k16 step
@@ -22,7 +22,12 @@ SCALE_SHIFT = 126
 MOST_SCALE = 128
 """The largest stored E8M0 scale: 2^(scale - 127) * 2^126 has to be a bfloat16."""
 
-_MAGNITUDE = (((0, 1, 2), (16, 17, 18)), ((4, 5, 6), (20, 21, 22)), ((10, 11, 12), (26, 27, 28)), ((14, 7, 8), (30, 23, 24)))
+_MAGNITUDE = (
+    ((0, 1, 2), (16, 17, 18)),
+    ((4, 5, 6), (20, 21, 22)),
+    ((10, 11, 12), (26, 27, 28)),
+    ((14, 7, 8), (30, 23, 24)),
+)
 _SIGN = ((9, 25), (13, 29), (19, 3), (15, 31))
 
 
@@ -74,6 +79,6 @@ def unpack(words: Tensor, scales: Tensor, columns: int) -> tuple[Tensor, Tensor]
 
 
 def gated_rows(inner: int) -> Tensor:
-    """Which row of the interleaved matrix (gate 2i, up 2i+1) stands in each row of a gated packed one; int64 [2*inner]."""
+    """The row of the interleaved matrix (gate 2i, up 2i+1) in each row of a gated packed one, int64 [2 * inner]."""
     unit = torch.arange(inner).view(-1, 8)
     return torch.cat((2 * unit, 2 * unit + 1), dim=1).flatten()

@@ -1,0 +1,92 @@
+"""Expert memory that the device drives: packed records, slots, provider, and the captured target."""
+
+import time
+from itertools import islice
+
+import torch
+
+from outrider.config import EngineOptions, ModelConfig
+from outrider.core import Progress
+from outrider.engine.build_host import Parts
+from outrider.engine.device_target import DeviceTarget
+from outrider.experts.device_provider import DeviceProvider
+from outrider.experts.home import Home, PackedRecords
+from outrider.kernels.device.experts import ExpertKernel, ExpertShape
+from outrider.kernels.device.mxfp4 import Mxfp4Experts
+from outrider.kernels.device.plain import PlainExperts
+from outrider.kvcache.pages import pages_for
+from outrider.models.device_decoder import DeviceDecoder
+from outrider.models.rows import BUCKETS
+
+_PROBE_BYTES = 512 << 20
+
+
+def unfit_for_device(
+    config: ModelConfig, options: EngineOptions, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why the device cannot drive this model's experts, None if it can."""
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        return "its kernels compute in bfloat16"
+    if device.type != "cuda" and config.mxfp4_experts:
+        return "MXFP4 experts need a CUDA GPU there"
+    if not all(config.is_moe):
+        return "this model has layers without experts"
+    if options.prefill_chunk > BUCKETS[-1]:
+        return f"prefill_chunk is {options.prefill_chunk}, above its largest row bucket of {BUCKETS[-1]}"
+    return None
+
+
+def expert_kernel(config: ModelConfig, dtype: torch.dtype) -> ExpertKernel:
+    """The kernel for the form in which the checkpoint stores its experts."""
+    gpt_oss = config.family == "gpt_oss"
+    limit = config.swiglu_limit if gpt_oss else None
+    shape = ExpertShape(config.hidden_size, config.expert_intermediate, gpt_oss, config.swiglu_alpha, limit)
+    return Mxfp4Experts(shape) if config.mxfp4_experts else PlainExperts(shape, dtype)
+
+
+def build_device(
+    parts: Parts, rows: int, taps: tuple[int, ...], progress: Progress
+) -> tuple[DeviceDecoder, DeviceProvider, DeviceTarget, float | None]:
+    """Decoder, provider and target for steps of up to `rows` rows; measured bytes per second of the fetch."""
+    config, options, device = parts.checkpoint.config, parts.options, parts.device
+    decoder = DeviceDecoder(config, parts.weights, parts.max_context)
+    kernel = expert_kernel(config, parts.dtype)
+    records = PackedRecords(parts.mapped, kernel, device)
+    home = None
+    if not parts.resident:
+        nbytes = records.layout.record_nbytes
+        home = Home(list(parts.slots), config.num_experts, nbytes, pinned=device.type == "cuda")
+        home.fill(records, progress)
+    provider = DeviceProvider(
+        kernel,
+        home,
+        records.expert_nbytes,
+        parts.slots,
+        config.num_experts,
+        config.experts_per_token,
+        rows,
+        options.policy,
+        device,
+    )
+    if home is None:
+        keys = list(parts.checkpoint.expert_keys())
+        total = len(keys) * records.layout.record_nbytes
+        for done, nbytes in enumerate(provider.preload((key, records.read(key)) for key in keys), start=1):
+            progress("loading experts", done * nbytes, total)
+    probed = _probe(provider, home) if home and options.probe_copies and device.type == "cuda" else None
+    pages = pages_for(parts.max_context)
+    target = DeviceTarget(decoder, parts.kv, provider, rows, options.max_batch, pages, taps)
+    return decoder, provider, target, probed
+
+
+def _probe(provider: DeviceProvider, home: Home) -> float:
+    """Bytes per second of the engine's own fetch kernel, the faster of two passes over some experts."""
+    keys = list(islice(home.keys(), max(1, _PROBE_BYTES // provider.layout.record_nbytes)))
+    best = 0.0
+    for _ in range(2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        moved = provider.fetch_for_probe(keys)
+        torch.cuda.synchronize()
+        best = max(best, moved / (time.perf_counter() - started))
+    return best

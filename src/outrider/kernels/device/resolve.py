@@ -1,0 +1,190 @@
+"""Cache lookup, eviction and work lists of one layer by one block of threads: what the host-driven provider does in
+Python (`experts/host_provider.py`), with the same hits, misses and victims.
+
+Resident experts of the union come first. Cold ones take *lanes*: empty slots, then residents that the union does not
+need, the cheapest first (ties by slot index), then, where fewer than two are left, residents that it does need. If
+there are more cold experts than lanes they pass through the lanes in turn: only the last ones stay, the others are
+read where they lie. Prefill takes empty slots and two more.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.device.work import Work
+
+WAVE_LANES = 2
+_CHUNK = 1024
+_EMPTY = -1
+_AFTER_ALL = 1 << 62
+HITS, MISSES, OVERFLOW, EVICTIONS, MOVED = range(5)
+"""Places in `LayerState.seen`; those of prefill follow at `PREFILL` + place."""
+PREFILL = 5
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The cache of one layer, in device memory.
+
+    Attributes:
+        slot_of: int32 [experts], -1: absent. expert_of: int32 [slots], -1: empty.
+        worth: int64 [experts], what the policy knows of each expert, the smallest evicted first.
+        slot_address, home: int64 [slots], [experts]: addresses of the slots, and of the records in host memory.
+        pending: int32 [3], hits, misses, overflow of the step that is not committed.
+        seen: int64 [10], counts of committed steps; evictions and moved experts count at once.
+    """
+
+    slot_of: Tensor
+    expert_of: Tensor
+    worth: Tensor
+    slot_address: Tensor
+    home: Tensor
+    pending: Tensor
+    seen: Tensor
+
+
+@triton.jit
+def _resolve(
+    ids, count, prefill, slot_of, expert_of, worth, slot_address, home, pending, seen,
+    address, start, pairs, bounds, sources, targets, fetches, late_sources, late_targets, late_fetches, cursor,
+    P, SLOTS, EXPERTS: tl.constexpr, K: tl.constexpr, EB: tl.constexpr, SB: tl.constexpr, CHUNK: tl.constexpr,
+    SMALL: tl.constexpr, EMPTY: tl.constexpr, AFTER_ALL: tl.constexpr, LANES: tl.constexpr,
+    EVICTIONS: tl.constexpr, MOVED: tl.constexpr, PREFILL: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, EB)
+    s = tl.arange(0, SB)
+    is_expert, is_slot = e < EXPERTS, s < SLOTS
+    number = tl.load(count) * K
+    in_prefill = tl.load(prefill) != 0
+
+    # The union, and how many rows go to each of its experts. Pairs that do not exist fall into a bin of their own.
+    rows = tl.zeros((EB,), tl.int32)
+    for at in range(0, number, CHUNK):
+        pair = at + tl.arange(0, CHUNK)
+        expert = tl.load(ids + pair, mask=pair < number, other=EB)
+        both = tl.histogram(expert, 2 * EB)
+        rows += tl.gather(both, e, 0)
+    slot = tl.load(slot_of + e, mask=is_expert, other=EMPTY)
+    needed = rows > 0
+    held = needed & (slot >= 0)
+    cold = needed & (slot < 0)
+    hits = tl.sum(held.to(tl.int32), axis=0)
+    misses = tl.sum(cold.to(tl.int32), axis=0)
+
+    # Slots in the order in which they are given away.
+    occupant = tl.load(expert_of + s, mask=is_slot, other=EMPTY)
+    filled = occupant >= 0
+    in_use = filled & (tl.gather(needed.to(tl.int32), tl.maximum(occupant, 0), 0) > 0)
+    key = tl.load(worth + occupant, mask=filled, other=-1)
+    key = tl.where(in_use, key + AFTER_ALL // 2, key)
+    key = tl.where(is_slot, key, AFTER_ALL)
+    before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (s[None, :] < s[:, None]))
+    place = tl.sum(before.to(tl.int32), axis=1)
+    empty = tl.sum((is_slot & (occupant < 0)).to(tl.int32), axis=0)
+    spare = SLOTS - tl.sum(in_use.to(tl.int32), axis=0)
+    idle = tl.minimum(tl.minimum(misses, spare), tl.where(in_prefill, empty + LANES, SLOTS))
+    lanes = tl.maximum(idle, tl.minimum(misses, LANES))
+
+    # Cold expert number i passes through lane i mod lanes; the last of each lane stays.
+    index = tl.cumsum(cold.to(tl.int32), axis=0) - 1
+    stays = cold & (index + lanes >= misses)
+    passes = cold & (index + lanes < misses)
+    lane = index % tl.maximum(lanes, 1)
+    match = stays[:, None] & (place[None, :] == lane[:, None]) & is_slot[None, :]
+    new_slot = tl.sum(tl.where(match, s[None, :], 0), axis=1)
+    taken = is_slot & (place < lanes)
+    lost = taken & filled
+
+    # Entries in their order: resident, fetched, read in place.
+    staying = tl.sum(stays.to(tl.int32), axis=0)
+    entry = tl.where(held, tl.cumsum(held.to(tl.int32), axis=0) - 1, 0)
+    entry = tl.where(stays, hits + tl.cumsum(stays.to(tl.int32), axis=0) - 1, entry)
+    entry = tl.where(passes, hits + staying + tl.cumsum(passes.to(tl.int32), axis=0) - 1, entry)
+    held_rows, stay_rows, pass_rows = tl.where(held, rows, 0), tl.where(stays, rows, 0), tl.where(passes, rows, 0)
+    all_held, all_stay = tl.sum(held_rows, axis=0), tl.sum(stay_rows, axis=0)
+    first = tl.where(held, tl.cumsum(held_rows, axis=0) - held_rows, 0)
+    first = tl.where(stays, all_held + tl.cumsum(stay_rows, axis=0) - stay_rows, first)
+    first = tl.where(passes, all_held + all_stay + tl.cumsum(pass_rows, axis=0) - pass_rows, first)
+    from_home = tl.load(home + e, mask=cold, other=0)
+    in_slot = tl.load(slot_address + tl.where(stays, new_slot, tl.maximum(slot, 0)), mask=held | stays, other=0)
+    tl.store(address + entry, tl.where(passes, from_home, in_slot), mask=needed)
+    tl.store(start + entry, first, mask=needed)
+    tl.store(start + hits + misses, number)
+    tl.store(bounds + 1, hits)
+    tl.store(bounds + 2, hits + misses)
+
+    # What is fetched beside the residents' work, and what has to wait for it: slots that are in use until then.
+    now = stays & (lane < idle)
+    later = stays & (lane >= idle)
+    at_now, at_later = tl.cumsum(now.to(tl.int32), axis=0) - 1, tl.cumsum(later.to(tl.int32), axis=0) - 1
+    tl.store(sources + at_now, from_home, mask=now)
+    tl.store(targets + at_now, in_slot, mask=now)
+    tl.store(fetches, tl.sum(now.to(tl.int32), axis=0))
+    tl.store(late_sources + at_later, from_home, mask=later)
+    tl.store(late_targets + at_later, in_slot, mask=later)
+    tl.store(late_fetches, tl.sum(later.to(tl.int32), axis=0))
+
+    # The cache as it will be, and what happened.
+    tl.debug_barrier()
+    tl.store(slot_of + occupant, EMPTY, mask=lost)
+    tl.store(slot_of + e, new_slot, mask=stays)
+    tl.store(expert_of + new_slot, e, mask=stays)
+    tl.store(pending, hits)
+    tl.store(pending + 1, misses)
+    tl.store(pending + 2, tl.maximum(hits + misses - SLOTS, 0))
+    tl.store(seen + EVICTIONS, tl.load(seen + EVICTIONS) + tl.sum(lost.to(tl.int64), axis=0) + misses - staying)
+    moved = seen + MOVED + tl.where(in_prefill, PREFILL, 0)
+    tl.store(moved, tl.load(moved) + misses)
+
+    # Each pair's place in its expert's list.
+    if SMALL > 0:
+        pair = tl.arange(0, SMALL)
+        own = tl.load(ids + pair, mask=pair < number, other=EB)
+        earlier = (own[None, :] == own[:, None]) & (pair[None, :] < pair[:, None])
+        to = tl.gather(first, tl.minimum(own, EB - 1), 0) + tl.sum(earlier.to(tl.int32), axis=1)
+        tl.store(pairs + to, pair, mask=pair < number)
+    else:
+        tl.store(cursor + e, first, mask=is_expert)
+        tl.debug_barrier()
+        for at in range(0, number, CHUNK):
+            pair = at + tl.arange(0, CHUNK)
+            own = tl.load(ids + pair, mask=pair < number, other=0)
+            tl.store(pairs + tl.atomic_add(cursor + own, 1, mask=pair < number), pair, mask=pair < number)
+
+
+@dataclass(frozen=True)
+class Late:
+    """Fetches into slots whose residents are computed first: addresses int64 [slots], and how many, int32 [1]."""
+
+    sources: Tensor
+    targets: Tensor
+    fetches: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device) -> "Late":
+        """Room for `slots`."""
+        sources = torch.zeros(slots, dtype=torch.int64, device=device)
+        return cls(sources, torch.zeros_like(sources), torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def resolve(
+    ids: Tensor, count: Tensor, prefill: Tensor, state: LayerState, work: Work, late: Late, cursor: Tensor
+) -> None:
+    """Look up the union of the first `count` rows of `ids` (int32 [R, k]), decide who goes, and write the work lists.
+
+    Args: prefill: int32 [1], 1 in a prefill step; cursor: scratch int32 [experts].
+    """
+    rows, k = ids.shape
+    experts, slots = len(state.slot_of), len(state.expert_of)
+    small = triton.next_power_of_2(rows * k) if rows * k <= 256 else 0
+    chunk = min(_CHUNK, triton.next_power_of_2(rows * k))
+    _resolve[(1,)](
+        ids, count, prefill, state.slot_of, state.expert_of, state.worth, state.slot_address, state.home,
+        state.pending, state.seen, work.address, work.start, work.pairs, work.bounds, work.sources, work.targets,
+        work.fetches, late.sources, late.targets, late.fetches, cursor, rows * k, slots, experts, k,
+        triton.next_power_of_2(experts), triton.next_power_of_2(slots), chunk, small, _EMPTY, _AFTER_ALL, WAVE_LANES,
+        EVICTIONS, MOVED, PREFILL, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""What a captured forward reads: the rows of a step in fixed device buffers, filled by one copy from the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.device.attention import UNIT
+
+BUCKETS = (16, 32, 64, 128, 256, 512)
+"""Row counts that forwards are captured for."""
+
+_SCALARS = 2
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """Some rows of one sequence: tokens, the first at `position`, their KV token slots, and the sequence's pages."""
+
+    tokens: Sequence[int]
+    position: int
+    slots: Sequence[int]
+    pages: Sequence[int]
+
+
+class Rows:
+    """int32 views of one device buffer for up to `most` rows.
+
+    Attributes:
+        count [1]: rows that exist. units: first row and rows of each attention unit [R], and how many [1].
+        ids, positions, slots, sequences, kept [R]: token, absolute position, KV token slot, line of `tables`, and 1 for
+            a row that a commit keeps.
+        tables [sequences, pages]: pages of each sequence in order.
+    """
+
+    def __init__(self, most: int, sequences: int, pages: int, device: torch.device) -> None:
+        fields = 7 * most + _SCALARS
+        self._device_buffer = torch.zeros(fields, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._staging = torch.zeros(fields, dtype=torch.int32, pin_memory=pinned)
+        self.tables = torch.zeros(sequences, pages, dtype=torch.int32, device=device)
+        self._table_staging = torch.zeros(sequences, pages, dtype=torch.int32, pin_memory=pinned)
+        self.count, number, *columns = self._views(self._device_buffer)
+        self.ids, self.positions, self.slots, self.sequences, self.kept, first, rows = columns
+        self.units = (first, rows, number)
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        scalars, columns = buffer[:_SCALARS], buffer[_SCALARS:].view(7, -1)
+        return [scalars[0:1], scalars[1:2], *columns.unbind(0)]
+
+    def set(self, spans: Sequence[RowsOf]) -> None:
+        """Queue the copy of a step's rows on the current stream. The last one's copy must be over."""
+        count, number, ids, positions, slots, sequences, kept, first, rows = self._views(self._staging)
+        at = unit = 0
+        for line, span in enumerate(spans):
+            end = at + len(span.tokens)
+            ids[at:end] = torch.tensor(span.tokens, dtype=torch.int32)
+            positions[at:end] = torch.arange(span.position, span.position + len(span.tokens), dtype=torch.int32)
+            slots[at:end] = torch.tensor(span.slots, dtype=torch.int32)
+            sequences[at:end] = line
+            for start in range(at, end, UNIT):
+                first[unit], rows[unit] = start, min(UNIT, end - start)
+                unit += 1
+            self._table_staging[line, : len(span.pages)] = torch.tensor(span.pages, dtype=torch.int32)
+            at = end
+        kept[:] = 0
+        count[0], number[0] = at, unit
+        self._device_buffer.copy_(self._staging, non_blocking=True)
+        self.tables[: len(spans)].copy_(self._table_staging[: len(spans)], non_blocking=True)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Mark the rows that the next commit keeps; queued likewise."""
+        kept = self._views(self._staging)[6]
+        kept[:] = 0
+        kept[torch.tensor(rows, dtype=torch.int64)] = 1
+        self.kept.copy_(kept, non_blocking=True)
+
+
+def bucket_for(rows: int) -> int:
+    """The smallest bucket that holds `rows`."""
+    return next(bucket for bucket in BUCKETS if bucket >= rows)
