@@ -81,7 +81,7 @@ def build_device(
 
 def _probe(provider: DeviceProvider, home: Home) -> float:
     """Bytes per second of the engine's own fetch kernel, the faster of two passes over some experts."""
-    keys = list(islice(home.keys(), max(1, _PROBE_BYTES // provider.layout.record_nbytes)))
+    keys = list(islice(home.experts(), max(1, _PROBE_BYTES // provider.layout.record_nbytes)))
     best = 0.0
     for _ in range(2):
         torch.cuda.synchronize()

@@ -3,28 +3,34 @@
 A `models/target.py:TargetModel`. On a CPU (Triton's interpreter) the same kernels run without a graph.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider.core import ExpertKey, Phase
+from outrider.engine.queued_rounds import MOST_ROUNDS, QueuedRounds
 from outrider.experts.device_provider import DeviceProvider
 from outrider.kernels.device import linear
+from outrider.kernels.device.advance import MOST_STOPS
 from outrider.kvcache.pages import PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.batch import Batch, Observer, Span
-from outrider.models.device_decoder import Buffers, DeviceDecoder
+from outrider.models.device_decoder import Buffers, DeviceDecoder, DeviceExperts
 from outrider.models.rows import BUCKETS, Rows, RowsOf, bucket_for
 
 
 class DeviceTarget:
-    """Owns the buffers and graphs.
+    """Owns the buffers and graphs; its own `queue`.
 
     Args:
         rows: most rows of a step; sequences: most sequences of a step; pages: most pages of one.
-        taps: layers whose residual stream a drafter reads.
+        taps: layers whose residual stream a drafter reads. graphs: off runs the same kernels one by one.
+        experts: stands between decoder and provider, None: nothing does.
     """
+
+    most_rounds, most_stops = MOST_ROUNDS, MOST_STOPS
 
     def __init__(
         self,
@@ -36,20 +42,25 @@ class DeviceTarget:
         pages: int,
         taps: tuple[int, ...],
         graphs: bool = True,
+        experts: DeviceExperts | None = None,
     ) -> None:
         self.decoder, self.kv, self.provider = decoder, kv, provider
         table, config = decoder.embedding, decoder.config
         self._device = table.device
+        self._experts = experts or provider
         self._rows = Rows(rows, sequences, pages, self._device)
         self._buckets = BUCKETS[: BUCKETS.index(bucket_for(rows)) + 1]
         most = self._buckets[-1]
         plan = [Buffers(config, bucket, most, taps, table.dtype, None).nbytes for bucket in self._buckets]
         memory = torch.zeros(max(plan), dtype=torch.uint8, device=self._device)
         self._buffers = {b: Buffers(config, b, most, taps, table.dtype, memory) for b in self._buckets}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._last = self._buffers[self._buckets[0]]
+        self._queued = QueuedRounds(decoder, self._rows, self._buffers[bucket_for(sequences)])
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._round: torch.cuda.CUDAGraph | None = None
         if graphs and self._device.type == "cuda":
-            self._capture()
+            self._graphs = {bucket: self._captured(partial(self._run, b)) for bucket, b in self._buffers.items()}
+            self._round = self._captured(self._run_round)
 
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
@@ -59,7 +70,10 @@ class DeviceTarget:
         self._rows.set(spans)
         buffers = self._buffers[bucket_for(batch.spans[-1].stop)]
         self.provider.begin_step(phase)
-        self._run(buffers)
+        if graph := self._graphs.get(buffers.rows):
+            graph.replay()
+        else:
+            self._run(buffers)
         self._last = buffers
         count = batch.spans[-1].stop
         for layer, ids in enumerate(buffers.ids[:, :count]):
@@ -81,28 +95,63 @@ class DeviceTarget:
         """End the step that `forward` opened, on the device."""
         self._rows.keep(kept_rows)
         self.provider.commit_rows(self._last.ids, self._rows.kept, self._rows.count)
+        self.provider.count_steps(1)
+
+    @property
+    def queue(self) -> "DeviceTarget":
+        """Rounds that are queued without the host between them."""
+        return self
 
     @property
     def expert_nbytes(self) -> Mapping[ExpertKey, int]:
         """Exact stored payload bytes of every expert."""
         return self.provider.expert_nbytes
 
-    def _run(self, buffers: Buffers) -> None:
-        graph = self._graphs.get(buffers.rows)
-        if graph is None:
-            self.decoder.forward(self._rows, buffers, self.kv, self.provider)
-        else:
-            graph.replay()
+    def decode(
+        self, tables: Sequence[PageTable], anchors: Sequence[int], stops: Sequence[frozenset[int]], rounds: int
+    ) -> list[list[int]]:
+        """See `RoundQueue`."""
+        spans = []
+        for table, anchor in zip(tables, anchors, strict=True):
+            start = table.length
+            table.append(rounds)
+            spans.append(RowsOf([anchor], start, table.slots(start, start + 1), table.pages))
+        self._rows.set(spans)
+        self._queued.start(stops)
+        self.provider.begin_step(Phase.DECODE)
+        for _ in range(rounds):
+            if self._round:
+                self._round.replay()
+            else:
+                self._run_round()
+        said = self._queued.read(rounds, len(tables))
+        self.provider.count_steps(len(said))
+        self._last = self._buffers[bucket_for(len(self._rows.tables))]
+        return said
 
-    def _capture(self) -> None:
-        """Record every bucket. The first run, without rows, compiles what has to be compiled."""
-        for bucket, buffers in self._buffers.items():
-            self._run(buffers)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._run(buffers)
-            self._graphs[bucket] = graph
+    def routes(self, sequences: int) -> list[list[list[int]]]:
+        """See `RoundQueue`."""
+        ids: list[list[list[int]]] = self._last.ids[:, :sequences].tolist()
+        return ids
+
+    def _run(self, buffers: Buffers) -> None:
+        self.decoder.forward(self._rows, buffers, self.kv, self._experts)
+
+    def _run_round(self) -> None:
+        buffers = self._buffers[bucket_for(len(self._rows.tables))]
+        self._run(buffers)
+        self._queued.after_forward()
+        self.provider.commit_rows(buffers.ids, self._rows.kept, self._rows.count)
+        self._queued.after_commit()
+
+    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """`run` as a graph. It runs once before, without rows, to compile what has to be compiled."""
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> tuple[list[RowsOf], Batch]:
         spans, rows = [], []

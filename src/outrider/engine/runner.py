@@ -12,9 +12,11 @@ class Runner:
         self._rounds = rounds
 
     def execute(self, plan: Plan[SpecSession]) -> StepResult[SpecSession]:
-        """A chunk of a prompt, or a round of every running session."""
+        """A chunk of a prompt, or a round of every running session, or several where the device can queue them."""
         if plan.phase is Phase.PREFILL:
             return StepResult(plan, (tuple(self._rounds.prefill(plan.sequences[0], plan.count)),))
+        if (queued := self._rounds.queued_rounds(plan.sequences)) is not None:
+            return StepResult(plan, tuple(map(tuple, queued)))
         # After a verify that failed the drafts still stand.
         self._rounds.draft_round([s for s in plan.sequences if s.draft is None])
         verified = self._rounds.verify_round(plan.sequences)

@@ -109,7 +109,10 @@ class DeviceProvider:
             ids, kept, count, self.prefill, self._worth, self._clock, self._pending, self._seen, self._policy,
             DecayedLFU.SHIFT, DecayedLFU.FRACTION,
         )  # fmt: skip
-        self._steps[self._phase] += 1
+
+    def count_steps(self, steps: int) -> None:
+        """Add committed steps of the phase that began last; the device does not count them."""
+        self._steps[self._phase] += steps
 
     # --- figures and resets: these wait for the device ------------------------------------------------------------------
 

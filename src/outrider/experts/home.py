@@ -69,12 +69,12 @@ class Home:
 
     def fill(self, records: PackedRecords, progress: Progress = no_progress) -> None:
         """Read, pack and store every expert."""
-        keys = list(self.keys())
+        keys = list(self.experts())
         for done, key in enumerate(keys, start=1):
             self.record(key).copy_(records.read(key))
             progress("packing experts", done * records.layout.record_nbytes, self.nbytes)
 
-    def keys(self) -> Iterator[ExpertKey]:
+    def experts(self) -> Iterator[ExpertKey]:
         """Every expert, layer by layer."""
         return (ExpertKey(layer, e) for layer, records in self._records.items() for e in range(len(records)))
 

@@ -44,13 +44,15 @@ class Rows:
         self.count, number, *columns = self._views(self._device_buffer)
         self.ids, self.positions, self.slots, self.sequences, self.kept, first, rows = columns
         self.units = (first, rows, number)
+        self._copied = torch.cuda.Event() if pinned else None
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         scalars, columns = buffer[:_SCALARS], buffer[_SCALARS:].view(7, -1)
         return [scalars[0:1], scalars[1:2], *columns.unbind(0)]
 
     def set(self, spans: Sequence[RowsOf]) -> None:
-        """Queue the copy of a step's rows on the current stream. The last one's copy must be over."""
+        """Queue the copy of a step's rows on the current stream; its rows are kept unless `keep` says otherwise."""
+        self._wait()
         count, number, ids, positions, slots, sequences, kept, first, rows = self._views(self._staging)
         at = unit = 0
         for line, span in enumerate(spans):
@@ -64,17 +66,30 @@ class Rows:
                 unit += 1
             self._table_staging[line, : len(span.pages)] = torch.tensor(span.pages, dtype=torch.int32)
             at = end
-        kept[:] = 0
+        kept[:at] = 1
+        kept[at:] = 0
         count[0], number[0] = at, unit
         self._device_buffer.copy_(self._staging, non_blocking=True)
         self.tables[: len(spans)].copy_(self._table_staging[: len(spans)], non_blocking=True)
+        self._record()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Mark the rows that the next commit keeps; queued likewise."""
+        self._wait()
         kept = self._views(self._staging)[6]
         kept[:] = 0
         kept[torch.tensor(rows, dtype=torch.int64)] = 1
         self.kept.copy_(kept, non_blocking=True)
+        self._record()
+
+    def _wait(self) -> None:
+        """The staging memory may be written when its last copy is over."""
+        if self._copied:
+            self._copied.synchronize()
+
+    def _record(self) -> None:
+        if self._copied:
+            self._copied.record()
 
 
 def bucket_for(rows: int) -> int:

@@ -13,12 +13,36 @@ from outrider.models.batch import Batch, Observer, Span
 from outrider.models.decoder import Decoder
 
 
+class RoundQueue(Protocol):
+    """Runs rounds of plain greedy decoding one behind the other, without the host between them."""
+
+    most_rounds: int
+    most_stops: int
+
+    def decode(
+        self, tables: Sequence[PageTable], anchors: Sequence[int], stops: Sequence[frozenset[int]], rounds: int
+    ) -> list[list[int]]:
+        """At most `rounds` rounds, fewer where a sequence stops; committed.
+
+        The tables grow by `rounds` tokens each: the caller truncates them to what ran.
+
+        Returns: tokens [rounds that ran][sequences]; -1 for logits that are not finite.
+        """
+
+    def routes(self, sequences: int) -> list[list[list[int]]]:
+        """Expert ids [layers][sequences][k] of the last round that ran."""
+
+
 class TargetModel(Protocol):
     """What runs rows of the target, however its experts are driven."""
 
     @property
     def expert_nbytes(self) -> Mapping[ExpertKey, int]:
         """Exact stored payload bytes of every expert."""
+
+    @property
+    def queue(self) -> RoundQueue | None:
+        """Rounds without the host between them, None if it drives each."""
 
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
@@ -64,6 +88,11 @@ class Target:
     def expert_nbytes(self) -> Mapping[ExpertKey, int]:
         """Exact stored payload bytes of every expert."""
         return self.provider.expert_nbytes
+
+    @property
+    def queue(self) -> RoundQueue | None:
+        """There is none: Python runs between the layers."""
+        return None
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> Batch:
         ids: list[int] = []

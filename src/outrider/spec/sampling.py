@@ -89,10 +89,7 @@ def judge(trials: Sequence[Trial]) -> list[Verdict]:
     """
     for trial in trials:
         if not bool(torch.isfinite(trial.logits).all()):
-            raise RequestError(
-                f"the model gave infinite or NaN logits at position {trial.position}; "
-                "the checkpoint is damaged, or its values need dtype float32"
-            )
+            raise not_finite(trial.position)
     verdicts: dict[int, Verdict] = {}
     for greedy in (True, False):
         mine = [i for i, trial in enumerate(trials) if (trial.params.temperature == 0) == greedy]
@@ -100,6 +97,14 @@ def judge(trials: Sequence[Trial]) -> list[Verdict]:
             group = [trials[i] for i in mine]
             verdicts |= zip(mine, (_judge_greedy if greedy else _judge_sampled)(group), strict=True)
     return [verdicts[i] for i in range(len(trials))]
+
+
+def not_finite(position: int) -> RequestError:
+    """What is raised for a target whose logits cannot be compared."""
+    return RequestError(
+        f"the model gave infinite or NaN logits at position {position}; "
+        "the checkpoint is damaged, or its values need dtype float32"
+    )
 
 
 def _judge_greedy(trials: Sequence[Trial]) -> list[Verdict]:

@@ -20,7 +20,7 @@ from outrider.scheduler.sequence import Sequence
 from outrider.spec.acceptance import committed_rows
 from outrider.spec.drafter import Drafter
 from outrider.spec.observation import Observation, Union, nbytes_of, union_of
-from outrider.spec.sampling import Drafted, Trial, Verdict, draft_tokens, judge
+from outrider.spec.sampling import Drafted, Trial, Verdict, draft_tokens, judge, not_finite
 from outrider.stats import RoundCounters
 
 Projection = Literal["none", "previous-round"]
@@ -158,6 +158,44 @@ class Rounds:
         self.counters.verify_seconds += perf_counter() - began
         return results
 
+    def queued_rounds(self, sessions: Seq[SpecSession]) -> list[list[int]] | None:
+        """Several rounds of plain greedy decoding without the host between them; the new tokens of each session.
+
+        None where that cannot be: a drafter, a sink, sampling, a pending draft, too many stop tokens, or a target
+        whose rounds the host drives.
+        """
+        queue = self._target.queue
+        if (
+            queue is None
+            or self.drafter
+            or self._sink
+            or not all(_can_be_queued(s, queue.most_stops) for s in sessions)
+        ):
+            return None
+        began = perf_counter()
+        for session in _distinct(sessions):
+            _check_running(session)
+        tables = [session.table for session in sessions]
+        starts = [table.length for table in tables]
+        with ExitStack() as undo:
+            for table, start in zip(tables, starts, strict=True):
+                undo.callback(table.truncate, start)
+            rounds = min(queue.most_rounds, *(session.remaining for session in sessions))
+            said = queue.decode(tables, [s.anchor for s in sessions], [s.stop_ids for s in sessions], rounds)
+            if -1 in said[-1]:
+                raise not_finite(starts[said[-1].index(-1)] + len(said) - 1)
+            routes = queue.routes(len(sessions))
+            undo.pop_all()
+        for row, (session, start) in enumerate(zip(sessions, starts, strict=True)):
+            session.table.truncate(start + len(said))
+            session.extend(tokens[row] for tokens in said)
+            session.draft = None
+            session.last_union = union_of(dict(enumerate(routes)), range(row, row + 1))
+            for _ in said:
+                self.counters.count(0, 0, 1)
+        self.counters.verify_seconds += perf_counter() - began
+        return [[tokens[row] for tokens in said] for row in range(len(sessions))]
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _draft(self, sessions: Seq[SpecSession]) -> list[Drafted]:
@@ -253,6 +291,10 @@ def _distinct(sessions: Seq[SpecSession]) -> Seq[SpecSession]:
     if len({id(session) for session in sessions}) < len(sessions):
         raise RuntimeError("a session is named twice in one call")
     return sessions
+
+
+def _can_be_queued(session: SpecSession, most_stops: int) -> bool:
+    return session.params.temperature == 0 and session.draft is None and len(session.stop_ids) <= most_stops
 
 
 def _check_running(session: SpecSession) -> None:
