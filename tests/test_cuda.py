@@ -53,7 +53,8 @@ def test_float32_tokens_equal_the_cpu_s(folder: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     both = []
     for device in ("cpu", "cuda"):
-        engine = build_engine(str(folder), EngineOptions(parse_slots("50%"), device=device, driver="host", dtype="float32"))  # type: ignore[arg-type]
+        options = EngineOptions(parse_slots("50%"), device=device, driver="host", dtype="float32")  # type: ignore[arg-type]
+        engine = build_engine(str(folder), options)
         both.append(generate(engine, make_texts([5, 40, 23], engine.config.vocab_size), 32))
         engine.close()
     assert both[0] == both[1]

@@ -89,6 +89,55 @@ def residency(
     show(result, bench.render, as_json)
 
 
+def kernels(
+    repeats: Annotated[int, typer.Option(help="Replays a row.")] = 9,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The kernels of expert memory alone on this GPU, beside the limits that their bytes imply."""
+    from outrider.bench import kernels as bench
+
+    with progress_bars(unit="kernels") as progress:
+        result = bench.bench_kernels(repeats, progress)
+    if output is not None:
+        write_json(output, result.to_dict())
+    show(result, bench.render, as_json)
+
+
+def step(
+    model: Annotated[str, typer.Argument(help="Preset such as gpt-oss-20b, or a config.json.")],
+    expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,75%,50%,25%",
+    context: Annotated[str, typer.Option(help="Tokens before the measured ones: 1024,8192.")] = "1024",
+    routing: Annotated[
+        str, typer.Option(help="own (the random router's), uniform (drawn), or a recorded trace; several by comma.")
+    ] = "uniform",
+    policies: Annotated[str, typer.Option(help="Policies to measure.")] = "decayed-lfu",
+    ablate: Annotated[bool, typer.Option(help="Also without overlap, and without graphs.")] = False,
+    repeats: Annotated[int, typer.Option(help="Runs a row.")] = 7,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Decoding steps of a full-size synthetic target on this GPU, beside what cold bytes alone would cost."""
+    from outrider.bench import step as bench
+
+    ways = [(True, True), (False, True), (True, False)] if ablate else [(True, True)]
+    settings = [
+        bench.Setting(slots, int(length), routes, policy, overlap, graphs)  # type: ignore[arg-type]
+        for graphs in (True, False)
+        for length in context.split(",")
+        for routes in routing.split(",")
+        for slots in expert_slots.split(",")
+        for policy in policies.split(",")
+        for overlap in (True, False)
+        if (overlap, graphs) in ways
+    ]
+    with progress_bars(unit="settings") as progress:
+        result = bench.bench_step(model, settings, repeats, progress)
+    if output is not None:
+        write_json(output, result.to_dict())
+    show(result, bench.render, as_json)
+
+
 def tables(
     results: Annotated[Path, typer.Argument(help="Folder of result files, one folder a device below it.")],
 ) -> None:
