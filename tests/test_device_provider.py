@@ -147,7 +147,7 @@ def test_a_long_trace_ends_with_the_same_worth() -> None:
 
 
 def test_many_pairs_take_the_other_way_to_their_lists() -> None:
-    """Above 256 pairs the lists are filled by atomic counters."""
+    """Above 64 pairs the lists are filled by atomic counters."""
     store = FakeStore(LAYERS, EXPERTS)
     host, device = make_provider(store, 3), open_device(store, 3, rows=256)
     random = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Times of captured work on a GPU: CUDA events around graph replays, medians with their spread."""
+"""Times of work on a GPU: CUDA events around it, medians with their spread."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +33,13 @@ def time_graph(run: Callable[[], None], per: int = 1, repeats: int = 9, warm_up:
     for _ in range(warm_up):
         graph.replay()
     return Times.of([_timed(graph.replay) for _ in range(repeats)], per)
+
+
+def time_eager(run: Callable[[], None], repeats: int = 9, warm_up: int = 3) -> Times:
+    """Time `run` as it is launched, for work that is long beside its launch."""
+    for _ in range(warm_up):
+        run()
+    return Times.of([_timed(run) for _ in range(repeats)])
 
 
 def _timed(run: Callable[[], None]) -> float:

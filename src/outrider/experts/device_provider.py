@@ -114,7 +114,7 @@ class DeviceProvider:
         """Add committed steps of the phase that began last; the device does not count them."""
         self._steps[self._phase] += steps
 
-    # --- figures and resets: these wait for the device -----------------------------------------------------------------
+    # --- figures and resets: these wait for the device ------------------------------------------------------------
 
     def preload(self, records: Iterable[tuple[ExpertKey, Tensor]]) -> Iterator[int]:
         """Put packed records into the next free slots; yields the bytes of each."""

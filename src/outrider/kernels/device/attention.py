@@ -26,54 +26,53 @@ def _partial(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    unit, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if unit >= tl.load(units):
-        return
-    first = tl.load(unit_first + unit)
-    number = tl.load(unit_rows + unit)
+    kv_head, split = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, UNIT * GROUP)
-    row = first + m // GROUP
-    head = kv_head * group + m % GROUP
-    real = (m // GROUP < number) & (m % GROUP < group)
     d = tl.arange(0, DIM_PAD)
-    q_at = (row.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-    q = tl.load(query + q_at, mask=real[:, None] & (d[None, :] < DIM), other=0.0)
-    position = tl.load(positions + row, mask=real, other=0)
-    start = tl.load(positions + first)
-    last = start + number - 1
-    table = tables + tl.load(sequences + first).to(tl.int64) * table_width
-    lowest = 0
-    if window > 0:
-        lowest = tl.maximum(start - window + 1, 0) // BLOCK
-    top = tl.full((UNIT * GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((UNIT * GROUP,), tl.float32)
-    sum_ = tl.zeros((UNIT * GROUP, DIM_PAD), tl.float32)
-    for block in range(lowest + (split - lowest % SPLITS + SPLITS) % SPLITS, last // BLOCK + 1, SPLITS):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        page = tl.load(table + at // PAGE, mask=at <= last, other=0)
-        slot = (page * PAGE + at % PAGE).to(tl.int64)
-        kv_at = (slot * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
-        readable = (at <= last)[:, None] & (d[None, :] < DIM)
-        k = tl.load(keys + kv_at, mask=readable, other=0.0)
-        scores = tl.dot(q, k.T) * scale
-        seen = real[:, None] & (at[None, :] <= position[:, None])
+    for unit in range(tl.program_id(2), tl.load(units), tl.num_programs(2)):
+        first = tl.load(unit_first + unit)
+        number = tl.load(unit_rows + unit)
+        row = first + m // GROUP
+        head = kv_head * group + m % GROUP
+        real = (m // GROUP < number) & (m % GROUP < group)
+        q_at = (row.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+        q = tl.load(query + q_at, mask=real[:, None] & (d[None, :] < DIM), other=0.0)
+        position = tl.load(positions + row, mask=real, other=0)
+        start = tl.load(positions + first)
+        last = start + number - 1
+        table = tables + tl.load(sequences + first).to(tl.int64) * table_width
+        lowest = 0
         if window > 0:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(scores - base[:, None])
-        shrink = tl.exp(top - base)
-        v = tl.load(values + kv_at, mask=readable, other=0.0)
-        total = total * shrink + tl.sum(weights, axis=1)
-        sum_ = sum_ * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
-        top = new_top
-    out = (row.to(tl.int64) * HEADS + head) * SPLITS + split
-    tl.store(tops + out, top, mask=real)
-    tl.store(totals + out, total, mask=real)
-    used = real & (top > float("-inf"))
-    tl.store(sums + out[:, None] * DIM + d[None, :], sum_, mask=used[:, None] & (d[None, :] < DIM))
+            lowest = tl.maximum(start - window + 1, 0) // BLOCK
+        top = tl.full((UNIT * GROUP,), float("-inf"), tl.float32)
+        total = tl.zeros((UNIT * GROUP,), tl.float32)
+        sum_ = tl.zeros((UNIT * GROUP, DIM_PAD), tl.float32)
+        for block in range(lowest + (split - lowest % SPLITS + SPLITS) % SPLITS, last // BLOCK + 1, SPLITS):
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            page = tl.load(table + at // PAGE, mask=at <= last, other=0)
+            slot = (page * PAGE + at % PAGE).to(tl.int64)
+            kv_at = (slot * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
+            readable = (at <= last)[:, None] & (d[None, :] < DIM)
+            k = tl.load(keys + kv_at, mask=readable, other=0.0)
+            scores = tl.dot(q, k.T) * scale
+            seen = real[:, None] & (at[None, :] <= position[:, None])
+            if window > 0:
+                seen = seen & (at[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp(scores - base[:, None])
+            shrink = tl.exp(top - base)
+            v = tl.load(values + kv_at, mask=readable, other=0.0)
+            total = total * shrink + tl.sum(weights, axis=1)
+            sum_ = sum_ * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+            top = new_top
+        out = (row.to(tl.int64) * HEADS + head) * SPLITS + split
+        tl.store(tops + out, top, mask=real)
+        tl.store(totals + out, total, mask=real)
+        used = real & (top > float("-inf"))
+        tl.store(sums + out[:, None] * DIM + d[None, :], sum_, mask=used[:, None] & (d[None, :] < DIM))
 
 
 @triton.jit
@@ -140,7 +139,7 @@ def attend(
     kv_heads = keys.shape[1]
     group = max(triton.next_power_of_2(heads // kv_heads), 16 // UNIT)
     pad = max(triton.next_power_of_2(dim), 16)
-    _partial[(rows, kv_heads, SPLITS)](
+    _partial[(kv_heads, SPLITS, max(1, rows // 8))](
         query, keys, values, tables, *units, sequences, positions, scratch.sums, scratch.tops, scratch.totals,
         dim**-0.5, window or 0, tables.shape[1], heads, kv_heads, dim, pad, group, UNIT, BLOCK, SPLITS, _PAGE,
         num_warps=4, num_stages=2, enable_fp_fusion=False,

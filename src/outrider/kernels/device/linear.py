@@ -13,8 +13,9 @@ from torch import Tensor
 ROWS = 16
 """Rows of a tile."""
 
-_BLOCK_N = 32
-_BLOCK_K = 128
+_BLOCK_K = 64
+_BLOCKS = 256
+"""Thread blocks that keep every multiprocessor of a large GPU reading."""
 
 
 @triton.jit
@@ -41,10 +42,14 @@ def _project(
     tl.store(at, sums, mask=columns[None, :] < N)
 
 
+def _block_n(n: int) -> int:
+    """Columns of a block: fewer for a router, whose matrix is small."""
+    return 64 if n > 256 else 16
+
+
 def parts_for(n: int, k: int) -> int:
-    """Parts of K for a matrix [n, k]: enough blocks to keep every multiprocessor reading, at least 512 columns each."""
-    blocks = -(-n // _BLOCK_N)
-    return max(1, min(8, 512 // blocks, k // 512))
+    """Parts of K for a matrix [n, k], at most 8. It depends on the matrix alone, as bits depend on it."""
+    return max(1, min(8, _BLOCKS // -(-n // _block_n(n)), k // 128))
 
 
 def project(x: Tensor, weight: Tensor, out: Tensor, count: Tensor) -> None:
@@ -53,10 +58,11 @@ def project(x: Tensor, weight: Tensor, out: Tensor, count: Tensor) -> None:
     Args: x [R, at least K] and weight of one dtype, R a multiple of 16; out float32 [parts, R, N].
     """
     parts, rows, n = out.shape
-    grid = (triton.cdiv(n, _BLOCK_N), parts, rows // ROWS)
+    block = _block_n(n)
+    grid = (triton.cdiv(n, block), parts, rows // ROWS)
     _project[grid](
-        x, weight, out, count, n, weight.shape[1], rows, x.stride(0), parts, ROWS, _BLOCK_N, _BLOCK_K,
-        num_warps=4, num_stages=4,
+        x, weight, out, count, n, weight.shape[1], rows, x.stride(0), parts, ROWS, block, _BLOCK_K,
+        num_warps=4, num_stages=6,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def add_norm(
     _add_norm[(rows,)](
         x, x if terms is None else terms, mix, bias, weight, h, tap, count, eps, hidden, h.stride(0), term_stride,
         row_stride, count_terms, mix is not None, bias is not None, tap is not None, block,
-        num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
+        num_warps=max(4, min(32, block // 128)), enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -74,70 +74,86 @@ def _resolve(
     hits = tl.sum(held.to(tl.int32), axis=0)
     misses = tl.sum(cold.to(tl.int32), axis=0)
 
-    # Slots in the order in which they are given away.
-    occupant = tl.load(expert_of + s, mask=is_slot, other=EMPTY)
-    filled = occupant >= 0
-    in_use = filled & (tl.gather(needed.to(tl.int32), tl.maximum(occupant, 0), 0) > 0)
-    key = tl.load(worth + occupant, mask=filled, other=-1)
-    key = tl.where(in_use, key + AFTER_ALL // 2, key)
-    key = tl.where(is_slot, key, AFTER_ALL)
-    before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (s[None, :] < s[:, None]))
-    place = tl.sum(before.to(tl.int32), axis=1)
-    empty = tl.sum((is_slot & (occupant < 0)).to(tl.int32), axis=0)
-    spare = SLOTS - tl.sum(in_use.to(tl.int32), axis=0)
-    idle = tl.minimum(tl.minimum(misses, spare), tl.where(in_prefill, empty + LANES, SLOTS))
-    lanes = tl.maximum(idle, tl.minimum(misses, LANES))
-
-    # Cold expert number i passes through lane i mod lanes; the last of each lane stays.
-    index = tl.cumsum(cold.to(tl.int32), axis=0) - 1
-    stays = cold & (index + lanes >= misses)
-    passes = cold & (index + lanes < misses)
-    lane = index % tl.maximum(lanes, 1)
-    match = stays[:, None] & (place[None, :] == lane[:, None]) & is_slot[None, :]
-    new_slot = tl.sum(tl.where(match, s[None, :], 0), axis=1)
-    taken = is_slot & (place < lanes)
-    lost = taken & filled
-
-    # Entries in their order: resident, fetched, read in place.
-    staying = tl.sum(stays.to(tl.int32), axis=0)
-    entry = tl.where(held, tl.cumsum(held.to(tl.int32), axis=0) - 1, 0)
-    entry = tl.where(stays, hits + tl.cumsum(stays.to(tl.int32), axis=0) - 1, entry)
-    entry = tl.where(passes, hits + staying + tl.cumsum(passes.to(tl.int32), axis=0) - 1, entry)
-    held_rows, stay_rows, pass_rows = tl.where(held, rows, 0), tl.where(stays, rows, 0), tl.where(passes, rows, 0)
-    all_held, all_stay = tl.sum(held_rows, axis=0), tl.sum(stay_rows, axis=0)
-    first = tl.where(held, tl.cumsum(held_rows, axis=0) - held_rows, 0)
-    first = tl.where(stays, all_held + tl.cumsum(stay_rows, axis=0) - stay_rows, first)
-    first = tl.where(passes, all_held + all_stay + tl.cumsum(pass_rows, axis=0) - pass_rows, first)
-    from_home = tl.load(home + e, mask=cold, other=0)
-    in_slot = tl.load(slot_address + tl.where(stays, new_slot, tl.maximum(slot, 0)), mask=held | stays, other=0)
-    tl.store(address + entry, tl.where(passes, from_home, in_slot), mask=needed)
-    tl.store(start + entry, first, mask=needed)
+    # Entries in their order: resident, fetched, read in place; `first` is where an entry's pairs begin.
+    held_rows = tl.where(held, rows, 0)
+    first = tl.cumsum(held_rows, axis=0) - held_rows
+    entry = tl.cumsum(held.to(tl.int32), axis=0) - 1
+    tl.store(address + entry, tl.load(slot_address + slot, mask=held, other=0), mask=held)
+    tl.store(start + entry, first, mask=held)
     tl.store(start + hits + misses, number)
     tl.store(bounds + 1, hits)
     tl.store(bounds + 2, hits + misses)
-
-    # What is fetched beside the residents' work, and what has to wait for it: slots that are in use until then.
-    now = stays & (lane < idle)
-    later = stays & (lane >= idle)
-    at_now, at_later = tl.cumsum(now.to(tl.int32), axis=0) - 1, tl.cumsum(later.to(tl.int32), axis=0) - 1
-    tl.store(sources + at_now, from_home, mask=now)
-    tl.store(targets + at_now, in_slot, mask=now)
-    tl.store(fetches, tl.sum(now.to(tl.int32), axis=0))
-    tl.store(late_sources + at_later, from_home, mask=later)
-    tl.store(late_targets + at_later, in_slot, mask=later)
-    tl.store(late_fetches, tl.sum(later.to(tl.int32), axis=0))
-
-    # The cache as it will be, and what happened.
-    tl.debug_barrier()
-    tl.store(slot_of + occupant, EMPTY, mask=lost)
-    tl.store(slot_of + e, new_slot, mask=stays)
-    tl.store(expert_of + new_slot, e, mask=stays)
     tl.store(pending, hits)
     tl.store(pending + 1, misses)
     tl.store(pending + 2, tl.maximum(hits + misses - SLOTS, 0))
-    tl.store(seen + EVICTIONS, tl.load(seen + EVICTIONS) + tl.sum(lost.to(tl.int64), axis=0) + misses - staying)
-    moved = seen + MOVED + tl.where(in_prefill, PREFILL, 0)
-    tl.store(moved, tl.load(moved) + misses)
+
+    staying = 0
+    late = 0
+    if misses > 0:
+        # Slots in the order in which they are given away.
+        occupant = tl.load(expert_of + s, mask=is_slot, other=EMPTY)
+        filled = occupant >= 0
+        in_use = filled & (tl.gather(needed.to(tl.int32), tl.maximum(occupant, 0), 0) > 0)
+        key = tl.load(worth + occupant, mask=filled, other=-1)
+        key = tl.where(in_use, key + AFTER_ALL // 2, key)
+        key = tl.where(is_slot, key, AFTER_ALL)
+        before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (s[None, :] < s[:, None]))
+        place = tl.sum(before.to(tl.int32), axis=1)
+        empty = tl.sum((is_slot & (occupant < 0)).to(tl.int32), axis=0)
+        spare = SLOTS - tl.sum(in_use.to(tl.int32), axis=0)
+        idle = tl.minimum(tl.minimum(misses, spare), tl.where(in_prefill, empty + LANES, SLOTS))
+        lanes = tl.maximum(idle, tl.minimum(misses, LANES))
+
+        # Cold expert number i passes through lane i mod lanes; the last of each lane stays.
+        index = tl.cumsum(cold.to(tl.int32), axis=0) - 1
+        stays = cold & (index + lanes >= misses)
+        passes = cold & (index + lanes < misses)
+        lane = index % lanes
+        match = stays[:, None] & (place[None, :] == lane[:, None]) & is_slot[None, :]
+        new_slot = tl.sum(tl.where(match, s[None, :], 0), axis=1)
+        lost = is_slot & (place < lanes) & filled
+
+        staying = tl.sum(stays.to(tl.int32), axis=0)
+        stay_rows, pass_rows = tl.where(stays, rows, 0), tl.where(passes, rows, 0)
+        before_stay = tl.sum(held_rows, axis=0)
+        before_pass = before_stay + tl.sum(stay_rows, axis=0)
+        cold_first = tl.where(
+            stays,
+            before_stay + tl.cumsum(stay_rows, axis=0) - stay_rows,
+            before_pass + tl.cumsum(pass_rows, axis=0) - pass_rows,
+        )
+        first = tl.where(cold, cold_first, first)
+        cold_entry = hits + tl.where(
+            stays,
+            tl.cumsum(stays.to(tl.int32), axis=0) - 1,
+            staying + tl.cumsum(passes.to(tl.int32), axis=0) - 1,
+        )
+        from_home = tl.load(home + e, mask=cold, other=0)
+        in_slot = tl.load(slot_address + new_slot, mask=stays, other=0)
+        tl.store(address + cold_entry, tl.where(passes, from_home, in_slot), mask=cold)
+        tl.store(start + cold_entry, cold_first, mask=cold)
+
+        # What is fetched beside the residents' work, and what waits for it: slots that are in use until then.
+        now = stays & (lane < idle)
+        later = stays & (lane >= idle)
+        late = tl.sum(later.to(tl.int32), axis=0)
+        at_now, at_later = tl.cumsum(now.to(tl.int32), axis=0) - 1, tl.cumsum(later.to(tl.int32), axis=0) - 1
+        tl.store(sources + at_now, from_home, mask=now)
+        tl.store(targets + at_now, in_slot, mask=now)
+        tl.store(late_sources + at_later, from_home, mask=later)
+        tl.store(late_targets + at_later, in_slot, mask=later)
+
+        # The cache as it will be.
+        tl.debug_barrier()
+        tl.store(slot_of + occupant, EMPTY, mask=lost)
+        tl.store(slot_of + e, new_slot, mask=stays)
+        tl.store(expert_of + new_slot, e, mask=stays)
+        evicted = tl.sum(lost.to(tl.int64), axis=0) + misses - staying
+        tl.store(seen + EVICTIONS, tl.load(seen + EVICTIONS) + evicted)
+        moved = seen + MOVED + tl.where(in_prefill, PREFILL, 0)
+        tl.store(moved, tl.load(moved) + misses)
+    tl.store(fetches, staying - late)
+    tl.store(late_fetches, late)
 
     # Each pair's place in its expert's list.
     if SMALL > 0:
@@ -179,12 +195,12 @@ def resolve(
     """
     rows, k = ids.shape
     experts, slots = len(state.slot_of), len(state.expert_of)
-    small = triton.next_power_of_2(rows * k) if rows * k <= 256 else 0
+    small = triton.next_power_of_2(rows * k) if rows * k <= 64 else 0
     chunk = min(_CHUNK, triton.next_power_of_2(rows * k))
     _resolve[(1,)](
         ids, count, prefill, state.slot_of, state.expert_of, state.worth, state.slot_address, state.home,
         state.pending, state.seen, work.address, work.start, work.pairs, work.bounds, work.sources, work.targets,
         work.fetches, late.sources, late.targets, late.fetches, cursor, rows * k, slots, experts, k,
         triton.next_power_of_2(experts), triton.next_power_of_2(slots), chunk, small, _EMPTY, _AFTER_ALL, WAVE_LANES,
-        EVICTIONS, MOVED, PREFILL, num_warps=4,
+        EVICTIONS, MOVED, PREFILL, num_warps=8,
     )  # fmt: skip
