@@ -117,11 +117,11 @@ class PlainExperts:
         lists = (work.address, work.start, work.pairs, bounds)
         _gate_up[(triton.cdiv(shape.inner, 32), entries)](
             x, inner, *lists, shape.inner, shape.hidden, x.stride(0), inner.stride(0), at[1], shape.alpha,
-            shape.limit or 0.0, k, shape.biased, shape.limit is not None, _ROWS, 32, 128, num_warps=4, num_stages=3,
+            shape.limit or 0.0, k, shape.biased, shape.limit is not None, _ROWS, 32, 128, num_warps=4, num_stages=4,
         )  # fmt: skip
         _down[(triton.cdiv(shape.hidden, 32), entries)](
             inner, out, *lists, shape.hidden, shape.inner, inner.stride(0), at[2], at[3],
-            shape.biased, _ROWS, 32, 128, num_warps=4, num_stages=4,
+            shape.biased, _ROWS, 32, 128, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
