@@ -1,6 +1,7 @@
 """The composition root: from a model's name and options to a running engine. Nothing else wires parts together."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,25 +11,26 @@ from outrider.checkpoint.draft import DraftCheckpoint, open_draft
 from outrider.checkpoint.locate import locate_draft
 from outrider.config import DriverName, EngineOptions, ModelConfig, format_bytes
 from outrider.core import Progress, no_progress
-from outrider.engine.build_device import build_device, unfit_for_device
 from outrider.engine.build_host import Parts, build_host
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.experts.budget import slots_per_layer
-from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.host_provider import HostProvider
 from outrider.experts.layout import torch_dtype
 from outrider.experts.store import MappedStore
 from outrider.kvcache.pages import PAGE_SIZE, PagePool, pages_for
 from outrider.kvcache.storage import KVShape, KVStorage, kv_bytes_per_token
 from outrider.models.decoder import Decoder
-from outrider.models.device_decoder import DeviceDecoder
 from outrider.models.layers import Weights
 from outrider.models.target import TargetModel
 from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler
 from outrider.spec.drafter import Drafter
 from outrider.spec.session import Rounds, SpecSession
+
+if TYPE_CHECKING:
+    from outrider.experts.device_provider import DeviceProvider
+    from outrider.models.device_decoder import DeviceDecoder
 
 DEFAULT_CONTEXT = 4096
 
@@ -63,6 +65,8 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     provider: HostProvider | DeviceProvider
     target: TargetModel
     if driver == "device":
+        from outrider.engine.build_device import build_device
+
         taps = draft.config.tap_layers if draft else ()
         decoder, provider, target, probed = build_device(parts, _most_rows(options, draft), taps, progress)
     else:
@@ -80,12 +84,14 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
 
 def _driver(config: ModelConfig, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> DriverName:
     """Who drives the experts. Raises: ConfigError if the device is asked to and cannot."""
+    if options.driver == "host" or (options.driver == "auto" and device.type != "cuda"):
+        return "host"
+    from outrider.engine.build_device import unfit_for_device  # Triton takes its time, and not every system has it
+
     why = unfit_for_device(config, options, device, dtype)
     if options.driver == "device" and why:
         raise ConfigError(f"driver is 'device', but {why}; use --driver host")
-    if options.driver == "auto":
-        return "device" if device.type == "cuda" and not why else "host"
-    return options.driver
+    return "host" if why else "device"
 
 
 def _most_rows(options: EngineOptions, draft: DraftCheckpoint | None) -> int:
@@ -128,7 +134,9 @@ def _open_draft(options: EngineOptions, model: str, config: ModelConfig) -> Draf
     return draft
 
 
-def _drafter(draft: DraftCheckpoint, decoder: Decoder | DeviceDecoder, weights: Weights, context: KVStorage) -> Drafter:
+def _drafter(
+    draft: DraftCheckpoint, decoder: "Decoder | DeviceDecoder", weights: Weights, context: KVStorage
+) -> Drafter:
     embedding = decoder.embedding
     draft.check_copies(embedding, decoder.head)
     ids = draft.ids

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from operator import index
+from typing import TYPE_CHECKING
 
 from outrider.checkpoint import Checkpoint
 from outrider.config import SamplingParams
@@ -13,17 +14,19 @@ from outrider.core import Band, ExpertKey
 from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.runner import Runner
 from outrider.errors import RequestError
-from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.host_provider import HostProvider
 from outrider.kvcache.pages import PAGE_SIZE, OutOfPages, PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.decoder import Decoder
-from outrider.models.device_decoder import DeviceDecoder
 from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler, StepResult
 from outrider.scheduler.sequence import FinishReason
 from outrider.spec.session import DraftResult, Rounds, SpecSession, VerifyResult
 from outrider.stats import RoundCounters, Stats
+
+if TYPE_CHECKING:
+    from outrider.experts.device_provider import DeviceProvider
+    from outrider.models.device_decoder import DeviceDecoder
 
 
 class Engine:
@@ -32,8 +35,8 @@ class Engine:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        decoder: Decoder | DeviceDecoder,
-        provider: HostProvider | DeviceProvider,
+        decoder: "Decoder | DeviceDecoder",
+        provider: "HostProvider | DeviceProvider",
         kv: KVStorage,
         rounds: Rounds,
         scheduler: Scheduler[SpecSession],

@@ -1,7 +1,7 @@
 """Packed expert records in pinned host memory that the device reads by address, and the way they get there."""
 
 from collections.abc import Iterator
-from mmap import MADV_HUGEPAGE, mmap
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from outrider.errors import ConfigError
 from outrider.experts.layout import ExpertLayout
 from outrider.experts.store import MappedStore
 from outrider.kernels.device.experts import ExpertKernel
-
 
 _HUGE_PAGE = 2 << 20
 
@@ -97,8 +96,8 @@ class Home:
 
 def _huge_pages(nbytes: int) -> Tensor:
     """At least `nbytes` of zeroed memory, uint8, aligned to huge pages and advised to use them."""
-    mapping = mmap(-1, nbytes + 2 * _HUGE_PAGE)
+    mapping = mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     mapping.madvise(MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    memory: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     first = -memory.data_ptr() % _HUGE_PAGE
-    return memory[first : first + -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE]
+    return torch.narrow(memory, 0, first, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)

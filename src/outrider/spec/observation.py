@@ -1,6 +1,7 @@
 """What a round reads from a target forward: the drafter's features and the experts that the router chose."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,8 +39,10 @@ class Observation:
         """Layer -> expert ids of each row."""
         if not self._routes:
             return {}
-        every = torch.stack(list(self._routes.values())).tolist()  # one read for all layers
-        return dict(zip(self._routes, every, strict=True))
+        every = torch.cat(list(self._routes.values()), dim=1).tolist()  # one read for all layers
+        stops = list(accumulate(ids.shape[1] for ids in self._routes.values()))
+        spans = zip([0, *stops], stops, strict=False)
+        return {layer: [row[a:b] for row in every] for layer, (a, b) in zip(self._routes, spans, strict=True)}
 
 
 def union_of(routes: Mapping[int, Sequence[Sequence[int]]], rows: range) -> Union:
