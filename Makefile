@@ -1,17 +1,23 @@
-# Everything a newcomer needs: make demo, make test, make check, make bench.
+# Everything a newcomer needs: make demo, make test, make check, make bench; on a GPU make test-gpu, make soak.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One compute thread a process: pytest runs in parallel already.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-gpu soak check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/outrider demo
 
 test: $(VENV)/installed-dev
 	$(TEST)
+
+test-gpu: $(VENV)/installed-dev
+	$(BIN)/python -m pytest tests/test_cuda.py tests/test_device_driven.py tests/test_device_kernels.py
+
+soak: $(VENV)/installed-dev
+	$(BIN)/python tests/soak.py
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -79,13 +79,13 @@ def test_prefetch_and_resets(folder: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_speculation_runs_on_the_gpu_and_gives_the_same_at_any_residency(tmp_path: Path, dtype: str) -> None:
-    """cuBLAS does not promise width invariance: tokens are compared between residencies, not with plain decoding."""
+def test_speculation_runs_on_the_gpu_and_gives_the_same_at_any_residency(tmp_path: Path) -> None:
+    """Host-driven, cuBLAS promises no width invariance: tokens are compared between residencies, and in float32, where
+    near ties are rare enough for an oracle's drafts to stand. Device-driven: tests/test_device_driven.py."""
     make_pair(tmp_path, "gpt_oss-mxfp4")
     outputs, accepted = [], []
     for slots in ("100%", "50%", "25%"):
-        engine = open_pair(tmp_path, slots, device="cuda", driver="host", dtype=dtype)
+        engine = open_pair(tmp_path, slots, device="cuda", driver="host", dtype="float32")
         prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in enumerate((5, 40, 23))]
         first = [engine.submit(prompt, greedy(32)) for prompt in prompts]
         while engine.step():

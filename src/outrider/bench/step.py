@@ -33,7 +33,8 @@ ROUNDS = 16
 _BURSTS = 4
 """A repeat is this many bursts of `ROUNDS` rounds."""
 _WARM_UP = 8
-_UNIFORM_TOKENS = 4096
+_RUNS = 8
+"""Longest runs of a trace that are replayed, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +205,21 @@ def cells(row: StepRow) -> list[str]:
     ]
 
 
+def uniform_trace(config: ModelConfig, tokens: int = 4096) -> Tensor:
+    """Routes drawn at random, uint8 [tokens, layers, k] on the GPU."""
+    shape = (tokens, len(config.moe_layers), config.num_experts)
+    random = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    return random.topk(config.experts_per_token).indices.to(device="cuda", dtype=torch.uint8)
+
+
 def _trace(routing: str, config: ModelConfig) -> Tensor | None:
     """uint8 [tokens, layers, k] on the GPU; None: the router decides."""
-    layers, experts, k = len(config.moe_layers), config.num_experts, config.experts_per_token
     if routing == "own":
         return None
     if routing == "uniform":
-        random = torch.rand(_UNIFORM_TOKENS, layers, experts, generator=torch.Generator().manual_seed(0))
-        return random.topk(k).indices.to(device="cuda", dtype=torch.uint8)
-    trace = read_trace(Path(routing), experts)
-    if (trace.num_layers, trace.experts_per_token) != (layers, k):
+        return uniform_trace(config)
+    trace = read_trace(Path(routing), config.num_experts)
+    if (trace.num_layers, trace.experts_per_token) != (len(config.moe_layers), config.experts_per_token):
         raise ConfigError(f"{routing} is of {trace.num_layers} layers with {trace.experts_per_token} experts a token")
-    longest = sorted(trace.runs, key=len, reverse=True)[: _UNIFORM_TOKENS // 512]
+    longest = sorted(trace.runs, key=len, reverse=True)[:_RUNS]
     return torch.from_numpy(np.concatenate(longest).astype(np.uint8)).cuda()

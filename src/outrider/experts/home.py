@@ -56,7 +56,7 @@ class Home:
         if pinned:
             self._register()
         records = self._memory[: self.nbytes].view(len(layers), experts, record_nbytes)
-        self._records = dict(zip(layers, records, strict=True))
+        self._records: dict[int, Tensor] = dict(zip(layers, records, strict=True))
 
     def record(self, key: ExpertKey) -> Tensor:
         """uint8 [record_nbytes]."""
@@ -100,4 +100,5 @@ def _huge_pages(nbytes: int) -> Tensor:
     mapping.madvise(MADV_HUGEPAGE)
     memory: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     first = -memory.data_ptr() % _HUGE_PAGE
-    return torch.narrow(memory, 0, first, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
+    aligned: Tensor = memory[first : first + -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE]
+    return aligned

@@ -1,0 +1,256 @@
+"""The whole engine driven by the device. On a GPU: captured graphs, and the same tokens whatever the residency, width,
+batch or bucket. On a CPU: the same kernels in Triton's interpreter, against the host-driven engine.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+from outrider.config import EngineOptions, parse_slots
+from outrider.core import ExpertKey
+from outrider.engine.build import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.queued_rounds import MOST_ROUNDS
+from outrider.errors import ConfigError, RequestError
+from outrider.experts.device_provider import DeviceProvider
+from outrider.experts.home import PackedRecords
+from outrider.experts.store import MappedStore
+from outrider.spec.session import SpecSession
+from pairs import finish, greedy, ids, make_pair, open_pair
+from test_speculation import SAMPLED
+from tiny import MAKERS
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+PROMPTS = [ids(seed, length, 4096) for seed, length in enumerate((5, 40, 23, 140, 12))]
+TOKENS = 48
+
+
+def open_demo(slots: str = "100%", draft: str | None = None, **options: object) -> Engine:
+    engine = build_engine("demo", EngineOptions(parse_slots(slots), draft=draft, driver="device", **options))  # type: ignore[arg-type]
+    assert isinstance(engine.provider, DeviceProvider)
+    return engine
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[SpecSession]:
+    """All prompts together, to their end."""
+    sessions = [engine.submit(prompt, params) for prompt in prompts]
+    while engine.step():
+        pass
+    return sessions
+
+
+def outputs(engine: Engine, params: SamplingParams, alone: bool = False) -> list[list[int]]:
+    groups = [[prompt] for prompt in PROMPTS] if alone else [PROMPTS]
+    return [session.output for group in groups for session in run(engine, group, params)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    """Greedy tokens of the demo, resident, one prompt at a time."""
+    engine = open_demo()
+    said = outputs(engine, greedy(TOKENS), alone=True)
+    engine.close()
+    return said
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("max_batch", [16, 40])
+@pytest.mark.parametrize("slots", ["100%", "75%", "50%", "38%", "25%", "4"])
+def test_tokens_do_not_depend_on_residency_batch_or_bucket(plain: list[list[int]], slots: str, max_batch: int) -> None:
+    engine = open_demo(slots, max_batch=max_batch)
+    assert outputs(engine, greedy(TOKENS)) == plain
+    engine.reset_cache()
+    assert outputs(engine, greedy(TOKENS), alone=True) == plain
+    seen = engine.stats()
+    assert (seen.evictions > 0) == (slots != "100%") == (seen.cold_bytes > 0)
+    assert (seen.measured_h2d_bytes_per_second is None) == (slots == "100%")
+    assert seen.expert_accesses == seen.expert_hits + seen.expert_misses
+    check_slots(engine)
+    engine.close()
+
+
+@on_gpu
+@pytest.mark.parametrize("slots", ["100%", "50%", "25%"])
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
+def test_tokens_do_not_depend_on_the_width_of_a_verify(plain: list[list[int]], slots: str, width: int) -> None:
+    engine = open_demo(slots, "demo", width=width)
+    assert outputs(engine, greedy(TOKENS)) == plain
+    assert outputs(engine, greedy(TOKENS), alone=True) == plain
+    seen = engine.stats()
+    assert seen.mean_acceptance_length is not None
+    assert (seen.mean_acceptance_length > 1.2) == (width > 1)
+    check_slots(engine)
+    engine.close()
+
+
+@on_gpu
+def test_widths_may_change_from_round_to_round(plain: list[list[int]]) -> None:
+    engine = open_demo("50%", "demo")
+    random = torch.Generator().manual_seed(0)
+
+    def width(session: SpecSession) -> int:
+        return int(torch.randint(1, 9, (1,), generator=random))
+
+    sessions = [engine.begin_session(prompt, greedy(TOKENS)) for prompt in PROMPTS]
+    assert finish(engine, sessions, width) == plain
+    engine.close()
+
+
+@on_gpu
+def test_sampled_tokens_do_not_depend_on_residency(plain: list[list[int]]) -> None:
+    said = []
+    for slots in ("100%", "25%"):
+        engine = open_demo(slots, "demo")
+        said.append(outputs(engine, SAMPLED))
+        engine.close()
+    assert said[0] == said[1] != plain
+
+
+@on_gpu
+def test_without_graphs_the_same_kernels_give_the_same(plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph))
+    engine = open_demo("50%")
+    engine.runner._rounds._target._graphs.clear()  # type: ignore[attr-defined]
+    engine.runner._rounds._target._round = None  # type: ignore[attr-defined]
+    assert outputs(engine, greedy(TOKENS)) == plain
+    assert not replayed
+    engine.close()
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "gpt_oss-bf16-tied-sharded", "qwen3_moe"])
+def test_both_families_and_forms_of_experts(tmp_path: Path, name: str) -> None:
+    """Parts of 64 columns that are not full, biases, q and k norms; and the host-driven engine routes much alike."""
+    MAKERS[name](tmp_path)
+    said = []
+    for slots in ("100%", "50%", "25%"):
+        engine = build_engine(str(tmp_path), EngineOptions(parse_slots(slots), driver="device"))
+        prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in enumerate((5, 40, 23))]
+        said.append([session.output for session in run(engine, prompts, greedy(24))])
+        check_slots(engine)
+        engine.close()
+    assert said[0] == said[1] == said[2]
+    host = build_engine(str(tmp_path), EngineOptions(driver="host"))
+    first = [session.output[0] for session in run(host, prompts, greedy(1))]
+    assert first == [output[0] for output in said[0]]
+    host.close()
+
+
+@on_gpu
+def test_a_hundred_resets_change_no_token_and_no_byte(plain: list[list[int]]) -> None:
+    engine = open_demo("25%")
+    for turn in range(100):
+        if turn % 3 == 0:
+            engine.reset_cache()
+        assert run(engine, PROMPTS[turn % 5 : turn % 5 + 1], greedy(TOKENS))[0].output == plain[turn % 5]
+    check_slots(engine)
+    engine.close()
+
+
+def check_slots(engine: Engine) -> None:
+    """Every resident expert's bytes equal its packed checkpoint's."""
+    assert isinstance(engine.provider, DeviceProvider)
+    device = engine.decoder.embedding.device
+    records = PackedRecords(MappedStore(engine.checkpoint), engine.provider.kernel, device)
+    resident = engine.provider.resident_keys()
+    assert resident
+    for key in resident:
+        weights = engine.provider.weights_of(key)
+        assert weights is not None
+        for name, part in records.layout.view(records.read(key)).items():
+            assert torch.equal(weights[name].view(torch.uint8), part.view(torch.uint8)), f"{key} {name}"
+
+
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["gpt_oss-bf16-tied-sharded", "qwen3_moe"])
+def test_the_interpreter_gives_the_host_driven_tokens_and_counts(tmp_path: Path, name: str) -> None:
+    MAKERS[name](tmp_path)
+    both = []
+    for driver in ("host", "device"):
+        options = EngineOptions(parse_slots("38%"), device="cpu", driver=driver, prefill_chunk=16, max_batch=2)  # type: ignore[arg-type]
+        engine = build_engine(str(tmp_path), options)
+        prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in enumerate((3, 7))]
+        said = [session.output for session in run(engine, prompts, greedy(4))]
+        seen = engine.stats().to_dict()
+        counts = {k: v for k, v in seen.items() if k.startswith(("expert_", "prefill_", "cold", "evict", "rounds"))}
+        both.append((said, counts))
+        if driver == "device":
+            check_slots(engine)
+        engine.close()
+    assert both[0] == both[1]
+
+
+@on_cpu
+def test_speculation_and_stops_in_the_interpreter(tmp_path: Path) -> None:
+    make_pair(tmp_path, "qwen3_moe")
+    options = {"device": "cpu", "driver": "device", "prefill_chunk": 16, "max_batch": 1}
+    engine = open_pair(tmp_path, "50%", speculate=False, **options)
+    prompt = ids(4, 6, engine.config.vocab_size)
+    (session,) = run(engine, [prompt], greedy(4))
+    stop = session.output[2]
+    (stopped,) = run(engine, [prompt], greedy(4, stop_token_ids=(stop,)))
+    assert stopped.output == session.output[: session.output.index(stop) + 1]
+    assert engine.kv.pool.num_used == 0
+    engine.close()
+    engine = open_pair(tmp_path, "50%", **options)
+    assert run(engine, [prompt], greedy(4))[0].output == session.output
+    engine.close()
+
+
+@on_cpu
+def test_what_the_device_cannot_drive_is_said(tmp_path: Path) -> None:
+    MAKERS["gpt_oss-mxfp4"](tmp_path)
+    with pytest.raises(
+        ConfigError, match="driver is 'device', but MXFP4 experts need a CUDA GPU there; use --driver host"
+    ):
+        build_engine(str(tmp_path), EngineOptions(device="cpu", driver="device"))
+    assert build_engine(str(tmp_path), EngineOptions(device="cpu")).decoder is not None
+    with pytest.raises(ConfigError, match="prefill_chunk is 513"):
+        MAKERS["qwen3_moe"](tmp_path / "q")
+        build_engine(str(tmp_path / "q"), EngineOptions(device="cpu", driver="device", prefill_chunk=513))
+    with pytest.raises(ConfigError, match="driver is 'gpu'"):
+        EngineOptions(driver="gpu")  # type: ignore[arg-type]
+
+
+@on_cpu
+def test_logits_that_are_not_finite_end_the_call_and_leave_the_session(tmp_path: Path) -> None:
+    MAKERS["qwen3_moe"](tmp_path)
+    options = EngineOptions(device="cpu", driver="device", prefill_chunk=16, max_batch=1)
+    engine = build_engine(str(tmp_path), options)
+    session = engine.submit(ids(0, 4, engine.config.vocab_size), greedy(6))
+    engine.step()
+    before = (list(session.output), session.table.length)
+    engine.decoder.head[7] = float("nan")
+    with pytest.raises(RequestError, match=f"NaN logits at position {before[1]}"):
+        engine.step()
+    assert (session.output, session.table.length) == before
+    engine.cancel(session)
+    assert engine.kv.pool.num_used == 0
+    engine.close()
+
+
+@on_cpu
+def test_a_burst_is_no_longer_than_what_is_left(tmp_path: Path) -> None:
+    MAKERS["qwen3_moe"](tmp_path)
+    engine = build_engine(
+        str(tmp_path), EngineOptions(device="cpu", driver="device", prefill_chunk=16, max_batch=1, max_context=32)
+    )
+    session = engine.submit(ids(0, 4, engine.config.vocab_size), greedy(3))
+    steps = 0
+    while engine.step():
+        steps += 1
+    assert len(session.output) == 3 and steps == 2 and MOST_ROUNDS > 2
+    assert engine.stats().decode_steps == 2
+    assert engine.provider.prefetch([ExpertKey(0, 0)]) == []
+    assert engine.stats().dropped_prefetches == 1
+    engine.close()
