@@ -102,4 +102,4 @@ def test_speculation_runs_on_the_gpu_and_gives_the_same_at_any_residency(tmp_pat
         assert check_slots(engine) > 0
         engine.close()
     assert outputs[1:] == outputs[:1] * 2
-    assert min(accepted) > 1.5
+    assert min(accepted) > 1.2  # half of the requests are sampled, whose text the oracle does not know
