@@ -11,54 +11,107 @@ PREFACE = """# Benchmarks
 
 Rendered by `outrider bench tables benchmarks/results > BENCHMARKS.md`; a test keeps it equal to the result files.
 
-What is shown: decoding of one sequence, greedy, with fewer and fewer experts resident, by the host-driven provider
-(Python chooses victims, a thread copies); of the demo also with its draft. Tokens are compared with those of the first
-row. What is not shown yet: captured graphs, concurrency, other engines, speculation on a GPU. Models named after a
-config are synthetic: true shapes and bytes, random weights (`outrider synth gpt-oss-20b FOLDER --layers 4`), so routing
-is nearly uniform and hit rates are lower than real text gives.
+**What is shown.** Kernels and decoding steps of one sequence, greedy, driven by the device (captured graphs), on
+synthetic models: true shapes and bytes, random weights. Routing is "uniform" (drawn, the worst case of a cache), "own"
+(the random router's) or a recorded trace of the real model, named by its file. And decoding with real weights (the
+demo) and of synthetic layers by the host-driven provider (Python chooses victims, a thread copies); tokens are compared
+with those of the first row. **What is not shown yet:** prefill, concurrency, speculation in captured graphs, other
+engines measured side by side.
 
-"width" is the rows of a verify (off: plain decoding; auto: the whole block), "accepted" the tokens that a round gives,
-the bonus token included. On a CPU rows are not free: a verify of 8 rows computes nearly as long as several tokens, so
-what speculation saves there is steps and expert bytes, and only partly time.
-
-"waited" is the time that compute waited for expert bytes, those of prefill included, per decoded token. "copy path" is
-the probe at start, on the engine's own copy thread; DMA from pinned memory reaches 55 GB/s on an H200, so a third of
-the limit is used at best. On the GPU a step takes long even with nothing to fetch: Python's launches bound it.
+"expected" is the resident step of the same run plus cold bytes over what the copy engine moves: a cache that costs
+nothing and overlaps nothing. "of its limit" compares with a device copy (read and write), of a fetch with the copy
+engine; a copy also writes, so what only reads may pass it. "width" is the rows of a verify (off: plain decoding; auto:
+the whole block), "accepted" the tokens that a round gives, the bonus token included. "waited" is the time that compute
+waited for expert bytes per decoded token, "copy path" the host-driven engine's own copies, probed at start.
 """
 
 
 def markdown(results: Path) -> str:
-    """All residency results below `results`, one section a file.
+    """All results below `results`, one section a file: kernels, then steps, then residency.
 
     Raises: ConfigError if there are none, CheckpointError naming a file that is not such a result.
     """
     sections = [PREFACE]
-    paths = sorted(results.glob("*/residency-*.json"))
-    if not paths:
-        raise ConfigError(f"there are no results (DEVICE/residency-*.json) below {results}")
-    for path in paths:
+    found = [
+        (path, kind, render)
+        for kind, render in (("kernels", _kernels), ("step", _steps), ("residency", _residency))
+        for path in sorted(results.glob(f"*/{kind}*.json"))
+    ]
+    if not found:
+        raise ConfigError(f"there are no results (DEVICE/kernels*, step*, residency*.json) below {results}")
+    for path, kind, render in found:
         try:
-            sections.append(_section(path.stem.removeprefix("residency-"), json.loads(path.read_text())))
+            result = json.loads(path.read_text())
+            title = f"## {path.stem.replace('-', ' ', 1)} on {result['environment']['device']}"
+            sections.append("\n".join([title, "", _where(result["environment"]), *render(result), ""]))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is not a result of 'outrider bench residency' ({error!r})") from error
+            raise CheckpointError(f"{path} is not a result of 'outrider bench {kind}' ({error!r})") from error
     return "\n".join(sections)
 
 
-def _section(name: str, result: dict[str, Any]) -> str:
-    where = result["environment"]
-    versions = ", ".join(f"{package} {number}" for package, number in where["versions"].items())
-    driver = f", driver {where['driver']}" if where["driver"] else ""
+def _where(environment: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {number}" for package, number in environment["versions"].items())
+    driver = f", driver {environment['driver']}" if environment["driver"] else ""
+    return f"`{environment['command']}`; commit {environment['commit']}, {environment['threads']} threads{driver}; {versions}."
+
+
+def _kernels(result: dict[str, Any]) -> list[str]:
+    copy, dma = result["copy_bytes_per_second"], result["dma_bytes_per_second"]
     lines = [
-        f"## {name} on {where['device']}",
+        f"Device copy {copy / 1e12:.2f} TB/s (read and write), copy engine {dma / 1e9:.1f} GB/s.",
         "",
-        f"`{where['command']}`; commit {where['commit']}, {where['threads']} threads{driver}; {versions}.",
+        "| kernel | setting | median (fastest-slowest) | moved | of its limit |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        times, rate = row["times"], row["bytes_per_second"]
+        limit = dma if row["kernel"].startswith("fetch") else copy
+        spread = f"{times['median'] * 1e6:.1f} us ({times['fastest'] * 1e6:.1f}-{times['slowest'] * 1e6:.1f})"
+        moved, share = ("-", "-") if rate is None else (f"{format_bytes(rate)}/s", f"{rate / limit:.0%}")
+        lines.append(f"| {row['kernel']} | {row['setting']} | {spread} | {moved} | {share} |")
+    return lines
+
+
+def _steps(result: dict[str, Any]) -> list[str]:
+    copy, dma = result["copy_bytes_per_second"], result["dma_bytes_per_second"]
+    lines = [
+        f"Device copy {copy / 1e12:.2f} TB/s, copy engine {dma / 1e9:.1f} GB/s; "
+        f"median of {result['rows'][0]['step']['repeats']} runs of 64 steps.",
+        "",
+        "| slots | context | routing | how | tokens/s | step | hit rate | cold bytes/token | of expected | of HBM limit "
+        "|",
+        "|--:|--:|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        setting, step, expected = row["setting"], row["step"], row["expected"]
+        how = [setting["policy"]]
+        how += [] if setting["overlap"] else ["no overlap"]
+        how += [] if setting["graphs"] else ["eager"]
+        cells = [
+            setting["expert_slots"],
+            str(setting["context"]),
+            Path(setting["routing"]).stem,
+            ", ".join(how),
+            f"{row['tokens_per_second']:.1f}",
+            f"{step['median'] * 1e3:.2f} ms ({step['fastest'] * 1e3:.2f}-{step['slowest'] * 1e3:.2f})",
+            f"{row['hit_rate']:.1%}",
+            format_bytes(row["cold_bytes"]),
+            "-" if expected is None else f"{step['median'] / expected:.2f}x",
+            f"{row['hbm_share']:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _residency(result: dict[str, Any]) -> list[str]:
+    lines = [
         f"{result['prompt_tokens']} + {result['output_tokens']} tokens, median of {result['repeats']} runs.",
         "",
         "| slots | policy | width | tokens/s | accepted | hit rate | cold bytes/token | waited/token | copy path "
         "| identical |",
         "|--:|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
-    return "\n".join([*lines, *(_row(row) for row in result["rows"]), ""])
+    return [*lines, *(_row(row) for row in result["rows"])]
 
 
 def _row(row: dict[str, Any]) -> str:
