@@ -52,7 +52,8 @@ def markdown(results: Path) -> str:
 def _where(environment: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in environment["versions"].items())
     driver = f", driver {environment['driver']}" if environment["driver"] else ""
-    return f"`{environment['command']}`; commit {environment['commit']}, {environment['threads']} threads{driver}; {versions}."
+    how = f"commit {environment['commit']}, {environment['threads']} threads{driver}"
+    return f"`{environment['command']}`; {how}; {versions}."
 
 
 def _kernels(result: dict[str, Any]) -> list[str]:
@@ -78,8 +79,8 @@ def _steps(result: dict[str, Any]) -> list[str]:
         f"Device copy {copy / 1e12:.2f} TB/s, copy engine {dma / 1e9:.1f} GB/s; "
         f"median of {result['rows'][0]['step']['repeats']} runs of 64 steps.",
         "",
-        "| slots | context | routing | how | tokens/s | step | hit rate | cold bytes/token | of expected | of HBM limit "
-        "|",
+        "| slots | context | routing | how | tokens/s | step | hit rate | cold bytes/token "
+        "| of expected | of HBM limit |",
         "|--:|--:|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in result["rows"]:
