@@ -162,6 +162,33 @@ def test_many_pairs_take_the_other_way_to_their_lists() -> None:
     device.close()
 
 
+def test_experts_that_pass_with_many_rows_are_copied_outside_the_cache() -> None:
+    """More than 16 rows would read host memory more than once; a few rows read it where it lies."""
+    store = FakeStore(LAYERS, EXPERTS)
+    device = open_device(store, 2, rows=64)
+    lies: list[set[str]] = []
+    spans = {"stage": device._stages, "slot": device._records}
+
+    class Watching(Reader):
+        def run(self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor) -> None:
+            super().run(x, work, bounds, k, inner, out)
+            for entry in range(*bounds.tolist()):
+                at = int(work.address[entry])
+                inside = [n for n, t in spans.items() if t.data_ptr() <= at < t.data_ptr() + t.numel()]
+                rows = int(work.start[entry + 1] - work.start[entry])
+                lies.append({*inside, "many" if rows > 16 else "few"})
+
+    device.kernel = Watching(store)
+    routes = [[[0, 1]] * 20 + [[2, 3]] * 20 + [[4, 5]] * 17 + [[6, 7]] * 7] * LAYERS
+    run_device(device, Step(Phase.PREFILL, routes, []), rows=64)
+    assert {"stage", "many"} in lies and {"few"} not in lies  # the last two experts stay, in slots
+    assert lies.count({"stage", "many"}) == 6 * LAYERS
+    lies.clear()
+    run_device(device, Step(Phase.PREFILL, [[[6, 7]] * 20 + [[0, 1]] * 3 + [[2, 3]] * 3] * LAYERS, []), rows=64)
+    assert {"few"} in lies  # read in place
+    device.close()
+
+
 def test_an_uncommitted_step_counts_nothing_and_a_step_without_rows_neither() -> None:
     store = FakeStore(LAYERS, EXPERTS)
     device = open_device(store, 4)

@@ -38,7 +38,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(bench, name="bench")
-for measurement in (measure.residency, measure.kernels, measure.step, measure.tables):
+for measurement in (measure.residency, measure.kernels, measure.step, measure.prefill, measure.tables):
     bench.command()(measurement)
 
 

@@ -195,12 +195,13 @@ def _resolve(rows: int, k: int, experts: int, misses: int, repeats: int) -> Kern
     )
     work, late = Work.empty(experts, rows * k, device), Late.empty(slots, device)
     cursor, prefill, count = of([0] * experts), of([0]), of([rows])
+    staging = of([], torch.int64)
     spread = [expert % union for expert in range(rows * k)]
     lists = [of(spread).view(rows, k), of([(e + misses) % experts for e in spread]).view(rows, k)]
 
     def run() -> None:
         for turn in range(turns):
-            resolve(lists[turn % 2], count, prefill, state, work, late, cursor)
+            resolve(lists[turn % 2], count, prefill, state, work, late, staging, cursor)
 
     times = time_graph(run, turns, repeats)
     return KernelRow("resolve", f"{rows * k} pairs, {misses} misses, {experts} experts", times, None, None)

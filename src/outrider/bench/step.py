@@ -20,11 +20,12 @@ from torch import Tensor
 from outrider.bench.environment import environment
 from outrider.bench.kernels import device_copy, dma
 from outrider.bench.synthetic import SyntheticTarget
+from outrider.bench.tables import STEP_HEADER, step_cells
 from outrider.bench.timing import Times
 from outrider.bench.traces import read_trace
 from outrider.checkpoint.inventory import dense_tensors
 from outrider.checkpoint.presets import load_config
-from outrider.config import ModelConfig, PolicyName, format_bytes, parse_slots
+from outrider.config import ModelConfig, PolicyName, parse_slots
 from outrider.core import Progress, no_progress
 from outrider.errors import ConfigError
 from outrider.experts.home import Home
@@ -92,7 +93,7 @@ def bench_step(
     if not torch.cuda.is_available():
         raise ConfigError("bench step measures a CUDA GPU, and none is usable here")
     config = load_config(model)
-    traces = {routing: _trace(routing, config) for routing in {s.routing for s in settings}}
+    traces = {routing: routes_of(routing, config) for routing in {s.routing for s in settings}}
     copy, copied = dma(repeats), device_copy(repeats)
     rows: list[StepRow] = []
     home: Home | None = None
@@ -178,31 +179,11 @@ def render(result: StepResult) -> Table:
         f"HBM: share of {result.copy_bytes_per_second / 1e12:.2f} TB/s; {result.environment['device']}, "
         f"commit {result.environment['commit']}",
     )
-    for name in ("slots", "context", "routing", "how", "tokens/s", "step", "hit rate", "cold/token", "expected", "HBM"):
+    for name in STEP_HEADER:
         table.add_column(name, justify="left" if name in ("routing", "how") else "right", no_wrap=True)
-    for row in result.rows:
-        table.add_row(*cells(row))
+    for row in result.to_dict()["rows"]:
+        table.add_row(*step_cells(row))
     return table
-
-
-def cells(row: StepRow) -> list[str]:
-    """One row as text."""
-    setting, step = row.setting, row.step
-    how: list[str] = [setting.policy]
-    how += [] if setting.overlap else ["no overlap"]
-    how += [] if setting.graphs else ["eager"]
-    return [
-        setting.expert_slots,
-        str(setting.context),
-        Path(setting.routing).stem,
-        ", ".join(how),
-        f"{row.tokens_per_second:.1f}",
-        f"{step.median * 1e3:.2f} ms ({step.fastest * 1e3:.2f}-{step.slowest * 1e3:.2f})",
-        f"{row.hit_rate:.1%}",
-        format_bytes(row.cold_bytes),
-        "-" if row.expected is None else f"{row.step.median / row.expected:.2f}x of {row.expected * 1e3:.2f} ms",
-        f"{row.hbm_share:.0%}",
-    ]
 
 
 def uniform_trace(config: ModelConfig, tokens: int = 4096) -> Tensor:
@@ -212,8 +193,11 @@ def uniform_trace(config: ModelConfig, tokens: int = 4096) -> Tensor:
     return random.topk(config.experts_per_token).indices.to(device="cuda", dtype=torch.uint8)
 
 
-def _trace(routing: str, config: ModelConfig) -> Tensor | None:
-    """uint8 [tokens, layers, k] on the GPU; None: the router decides."""
+def routes_of(routing: str, config: ModelConfig) -> Tensor | None:
+    """uint8 [tokens, layers, k] on the GPU; None: the router decides.
+
+    Raises: ConfigError if a trace is not of this model.
+    """
     if routing == "own":
         return None
     if routing == "uniform":

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.bench.replay import Replayed
 from outrider.checkpoint.inventory import dense_tensors, expert_nbytes, expert_parts
 from outrider.config import ModelConfig, PolicyName, SlotBudget
-from outrider.core import ExpertKey
+from outrider.core import ExpertKey, Phase
 from outrider.engine.build_device import expert_kernel
 from outrider.engine.device_target import DeviceTarget
 from outrider.experts.budget import slots_per_layer
@@ -24,6 +24,7 @@ from outrider.kernels.device.mxfp4_packing import SCALE_SHIFT
 from outrider.kvcache.pages import PagePool, PageTable, pages_for
 from outrider.kvcache.storage import KVStorage
 from outrider.models.device_decoder import DeviceDecoder
+from outrider.models.rows import BUCKETS
 
 _DISTINCT = 4
 _SCALES = (115 + SCALE_SHIFT, 119 + SCALE_SHIFT)
@@ -98,6 +99,28 @@ class SyntheticTarget:
         self.table.truncate(start)
         self._anchor = said[-1][0]
         return [tokens[0] for tokens in said]
+
+    def prefill(self, tokens: int) -> None:
+        """Run a prompt of so many random tokens in chunks of the target's largest bucket, then forget it."""
+        table = PageTable(self.kv.pool)
+        ids = torch.randint(
+            0, self.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)
+        ).tolist()
+        for start in range(0, tokens, BUCKETS[-1]):
+            self.target.forward(Phase.PREFILL, [table], [ids[start : start + BUCKETS[-1]]], _Nobody())
+            self.target.commit([])
+        torch.cuda.synchronize()
+        table.release()
+
+
+class _Nobody:
+    """An observer that does not look."""
+
+    def residual(self, layer: int, x: Tensor) -> None:
+        """Nothing."""
+
+    def routed(self, layer: int, expert_ids: Tensor) -> None:
+        """Nothing."""
 
 
 def random_record(kernel: ExpertKernel, layout: ExpertLayout, generator: torch.Generator) -> Tensor:

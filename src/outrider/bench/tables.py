@@ -15,7 +15,7 @@ Rendered by `outrider bench tables benchmarks/results > BENCHMARKS.md`; a test k
 synthetic models: true shapes and bytes, random weights. Routing is "uniform" (drawn, the worst case of a cache), "own"
 (the random router's) or a recorded trace of the real model, named by its file. And decoding with real weights (the
 demo) and of synthetic layers by the host-driven provider (Python chooses victims, a thread copies); tokens are compared
-with those of the first row. **What is not shown yet:** prefill, concurrency, speculation in captured graphs, other
+with those of the first row. **What is not shown yet:** concurrency, speculation in captured graphs, other
 engines measured side by side.
 
 "expected" is the resident step of the same run plus cold bytes over what the copy engine moves: a cache that costs
@@ -34,7 +34,7 @@ def markdown(results: Path) -> str:
     sections = [PREFACE]
     found = [
         (path, kind, render)
-        for kind, render in (("kernels", _kernels), ("step", _steps), ("residency", _residency))
+        for kind, render in (("kernels", _kernels), ("step", _steps), ("prefill", _prefill), ("residency", _residency))
         for path in sorted(results.glob(f"*/{kind}*.json"))
     ]
     if not found:
@@ -79,29 +79,71 @@ def _steps(result: dict[str, Any]) -> list[str]:
         f"Device copy {copy / 1e12:.2f} TB/s, copy engine {dma / 1e9:.1f} GB/s; "
         f"median of {result['rows'][0]['step']['repeats']} runs of 64 steps.",
         "",
-        "| slots | context | routing | how | tokens/s | step | hit rate | cold bytes/token "
-        "| of expected | of HBM limit |",
+        f"| {' | '.join(STEP_HEADER)} |",
         "|--:|--:|---|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for row in result["rows"]:
-        setting, step, expected = row["setting"], row["step"], row["expected"]
-        how = [setting["policy"]]
-        how += [] if setting["overlap"] else ["no overlap"]
-        how += [] if setting["graphs"] else ["eager"]
-        cells = [
-            setting["expert_slots"],
-            str(setting["context"]),
-            Path(setting["routing"]).stem,
-            ", ".join(how),
-            f"{row['tokens_per_second']:.1f}",
-            f"{step['median'] * 1e3:.2f} ms ({step['fastest'] * 1e3:.2f}-{step['slowest'] * 1e3:.2f})",
-            f"{row['hit_rate']:.1%}",
-            format_bytes(row["cold_bytes"]),
-            "-" if expected is None else f"{step['median'] / expected:.2f}x",
-            f"{row['hbm_share']:.0%}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, *(f"| {' | '.join(step_cells(row))} |" for row in result["rows"])]
+
+
+STEP_HEADER = ("slots", "context", "routing", "how", "tokens/s", "step", "hit rate", "cold/token", "of expected", "HBM")
+
+
+def step_cells(row: dict[str, Any]) -> list[str]:
+    """One row of a result of `bench step` as text."""
+    setting, step, expected = row["setting"], row["step"], row["expected"]
+    how = [setting["policy"]]
+    how += [] if setting["overlap"] else ["no overlap"]
+    how += [] if setting["graphs"] else ["eager"]
+    return [
+        setting["expert_slots"],
+        str(setting["context"]),
+        Path(setting["routing"]).stem,
+        ", ".join(how),
+        f"{row['tokens_per_second']:.1f}",
+        f"{step['median'] * 1e3:.2f} ms ({step['fastest'] * 1e3:.2f}-{step['slowest'] * 1e3:.2f})",
+        f"{row['hit_rate']:.1%}",
+        format_bytes(row["cold_bytes"]),
+        "-" if expected is None else f"{step['median'] / expected:.2f}x of {expected * 1e3:.2f} ms",
+        f"{row['hbm_share']:.0%}",
+    ]
+
+
+def _prefill(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Decoding beside it is routed by {Path(result['routing']).stem}; its hit rate before and after the prompts. "
+        f"Copy engine {result['dma_bytes_per_second'] / 1e9:.1f} GB/s.",
+        "",
+        f"| {' | '.join(PREFILL_HEADER)} |",
+        f"|{'--:|' * len(PREFILL_HEADER)}",
+    ]
+    return [*lines, *(f"| {' | '.join(prefill_cells(row))} |" for row in result["rows"])]
+
+
+PREFILL_HEADER = (
+    "slots",
+    "prompt",
+    "tokens/s",
+    "time (fastest-slowest)",
+    "cold bytes",
+    "of bound",
+    "chunk",
+    "hit rate",
+)
+
+
+def prefill_cells(row: dict[str, Any]) -> list[str]:
+    """One row of a result of `bench prefill` as text."""
+    times, bound = row["times"], row["bound"]
+    return [
+        row["expert_slots"],
+        str(row["tokens"]),
+        f"{row['tokens_per_second']:.0f}",
+        f"{times['median'] * 1e3:.1f} ms ({times['fastest'] * 1e3:.1f}-{times['slowest'] * 1e3:.1f})",
+        format_bytes(row["cold_bytes"]),
+        "-" if bound is None else f"{row['tokens_per_second'] / bound:.0%} of {bound:.0f}",
+        f"{row['chunk_seconds'] * 1e3:.0f} ms",
+        f"{row['hit_rate_before']:.1%} to {row['hit_rate_after']:.1%}",
+    ]
 
 
 def _residency(result: dict[str, Any]) -> list[str]:

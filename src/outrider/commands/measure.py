@@ -138,6 +138,28 @@ def step(
     show(result, bench.render, as_json)
 
 
+def prefill(
+    model: Annotated[str, typer.Argument(help="Preset such as gpt-oss-20b, or a config.json.")],
+    expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,50%",
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompts.")] = "16,128,512,4096",
+    routing: Annotated[
+        str, typer.Option(help="Of the decoding beside: own, uniform, or a recorded trace.")
+    ] = "uniform",
+    repeats: Annotated[int, typer.Option(help="Runs a row.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Prompts of a full-size synthetic target on this GPU, and what they do to the cache of a running decode."""
+    from outrider.bench import prefill as bench
+
+    lengths = [int(length) for length in tokens.split(",")]
+    with progress_bars(unit="prompts") as progress:
+        result = bench.bench_prefill(model, expert_slots.split(","), lengths, routing, repeats, progress)
+    if output is not None:
+        write_json(output, result.to_dict())
+    show(result, bench.render, as_json)
+
+
 def tables(
     results: Annotated[Path, typer.Argument(help="Folder of result files, one folder a device below it.")],
 ) -> None:

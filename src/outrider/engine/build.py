@@ -56,7 +56,8 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)
     resident = min(slots.values()) == config.num_experts
     kv_tokens = options.kv_tokens or 4 * max_context
-    _check_memory(checkpoint, draft, mapped, sum(slots.values()), resident, kv_tokens, device, dtype)
+    passing = 0 if resident or driver == "host" else _passing_experts(config, _most_rows(options, draft))
+    _check_memory(checkpoint, draft, mapped, sum(slots.values()), passing, resident, kv_tokens, device, dtype)
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
     pool = PagePool(pages_for(kv_tokens))
     kv = _pages(config, pool, dtype, device)
@@ -92,6 +93,12 @@ def _driver(config: ModelConfig, options: EngineOptions, device: torch.device, d
     if options.driver == "device" and why:
         raise ConfigError(f"driver is 'device', but {why}; use --driver host")
     return "host" if why else "device"
+
+
+def _passing_experts(config: ModelConfig, rows: int) -> int:
+    from outrider.experts.device_provider import staging_slots
+
+    return staging_slots(config.num_experts, config.experts_per_token, rows)
 
 
 def _most_rows(options: EngineOptions, draft: DraftCheckpoint | None) -> int:
@@ -188,6 +195,7 @@ def _check_memory(
     draft: DraftCheckpoint | None,
     store: MappedStore,
     slots: int,
+    passing: int,
     resident: bool,
     kv_tokens: int,
     device: torch.device,
@@ -199,6 +207,8 @@ def _check_memory(
     """
     dense = checkpoint.dense_elements() * dtype.itemsize
     terms = {"dense weights": dense, f"{slots} expert slots": slots * store.layout.record_nbytes}
+    if passing:
+        terms[f"{passing} places for experts that pass"] = passing * store.layout.record_nbytes
     kv = kv_bytes_per_token(checkpoint.config, dtype)
     if draft:
         terms["the draft"] = draft.elements() * dtype.itemsize

@@ -19,13 +19,15 @@ from outrider.experts.policy import DecayedLFU
 from outrider.kernels.device import commit as commit_kernel
 from outrider.kernels.device.experts import ExpertKernel
 from outrider.kernels.device.fetch import fetch
-from outrider.kernels.device.resolve import PREFILL, Late, LayerState, resolve
+from outrider.kernels.device.resolve import PREFILL, READ_IN_PLACE, Late, LayerState, resolve
 from outrider.kernels.device.work import Work
 from outrider.stats import ExpertCounters
 
 
 class DeviceProvider:
     """Expert memory of `slots_per_layer` slots on `device`.
+
+    Beside the slots it has `staging_slots` places for experts that a step reads and does not keep.
 
     Args:
         home: where absent experts are read from; None if every expert has a slot.
@@ -58,6 +60,9 @@ class DeviceProvider:
         self._clock = torch.zeros(layers, dtype=torch.int64, device=device)
         self._pending = torch.zeros(layers, 3, dtype=torch.int32, device=device)
         self._seen = torch.zeros(layers, 2 * PREFILL, dtype=torch.int64, device=device)
+        stages = staging_slots(num_experts, k, rows) if home else 0
+        self._stages = torch.zeros(stages, self.layout.record_nbytes, dtype=torch.uint8, device=device)
+        self._staging = self._table([stage.data_ptr() for stage in self._stages])
         self._states = [self._state(index, layer) for layer, index in self._layers.items()]
         self._work = Work.empty(num_experts, rows * k, device)
         self._late = Late.empty(max(self._slots), device)
@@ -83,7 +88,7 @@ class DeviceProvider:
             x [R, hidden], `inner`, `out`: as `ExpertKernel.run`. ids: int32 [R, k]; count: int32 [1], rows that exist.
         """
         state, work = self._states[self._layers[layer]], self._work
-        resolve(ids, count, self.prefill, state, work, self._late, self._cursor)
+        resolve(ids, count, self.prefill, state, work, self._late, self._staging, self._cursor)
         if self._home is None:
             self.kernel.run(x, work, work.resident, self._k, inner, out)
             return
@@ -229,6 +234,12 @@ class DeviceProvider:
 
     def _table(self, addresses: list[int]) -> Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self._device)
+
+
+def staging_slots(num_experts: int, k: int, rows: int) -> int:
+    """Places outside the cache for experts that pass through a step of up to `rows` rows, with more than are read in
+    place."""
+    return 0 if rows <= READ_IN_PLACE else min(num_experts, rows * k // (READ_IN_PLACE + 1))
 
 
 def _close(home: Home | None, device: torch.device) -> None:

@@ -3,8 +3,9 @@ Python (`experts/host_provider.py`), with the same hits, misses and victims.
 
 Resident experts of the union come first. Cold ones take *lanes*: empty slots, then residents that the union does not
 need, the cheapest first (ties by slot index), then, where fewer than two are left, residents that it does need. If
-there are more cold experts than lanes they pass through the lanes in turn: only the last ones stay, the others are
-read where they lie. Prefill takes empty slots and two more.
+there are more cold experts than lanes they pass through the lanes in turn: only the last ones stay. The others are
+read where they lie, or copied to a place outside the cache if their many rows would read them more than once. Prefill
+takes empty slots and two more.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from outrider.kernels.device.work import Work
 
 WAVE_LANES = 2
 _CHUNK = 1024
+READ_IN_PLACE = 16
+"""Rows of an expert up to which it is read where it lies: what one pass over its weights serves."""
 _EMPTY = -1
 _AFTER_ALL = 1 << 62
 HITS, MISSES, OVERFLOW, EVICTIONS, MOVED = range(5)
@@ -48,10 +51,10 @@ class LayerState:
 
 @triton.jit
 def _resolve(
-    ids, count, prefill, slot_of, expert_of, worth, slot_address, home, pending, seen,
+    ids, count, prefill, slot_of, expert_of, worth, slot_address, home, staging, pending, seen,
     address, start, pairs, bounds, sources, targets, fetches, late_sources, late_targets, late_fetches, cursor,
-    P, SLOTS, EXPERTS: tl.constexpr, K: tl.constexpr, EB: tl.constexpr, SB: tl.constexpr, CHUNK: tl.constexpr,
-    SMALL: tl.constexpr, EMPTY: tl.constexpr, AFTER_ALL: tl.constexpr, LANES: tl.constexpr,
+    SLOTS, STAGES, EXPERTS: tl.constexpr, K: tl.constexpr, EB: tl.constexpr, SB: tl.constexpr, CHUNK: tl.constexpr,
+    SMALL: tl.constexpr, EMPTY: tl.constexpr, AFTER_ALL: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
     EVICTIONS: tl.constexpr, MOVED: tl.constexpr, PREFILL: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, EB)
@@ -87,7 +90,7 @@ def _resolve(
     tl.store(pending + 1, misses)
     tl.store(pending + 2, tl.maximum(hits + misses - SLOTS, 0))
 
-    staying = 0
+    beside = 0
     late = 0
     if misses > 0:
         # Slots in the order in which they are given away.
@@ -130,7 +133,11 @@ def _resolve(
         )
         from_home = tl.load(home + e, mask=cold, other=0)
         in_slot = tl.load(slot_address + new_slot, mask=stays, other=0)
-        tl.store(address + cold_entry, tl.where(passes, from_home, in_slot), mask=cold)
+        many = passes & (rows > TILE)
+        stage = tl.cumsum(many.to(tl.int32), axis=0) - 1
+        staged = many & (stage < STAGES)
+        in_stage = tl.load(staging + stage, mask=staged, other=0)
+        tl.store(address + cold_entry, tl.where(stays, in_slot, tl.where(staged, in_stage, from_home)), mask=cold)
         tl.store(start + cold_entry, cold_first, mask=cold)
 
         # What is fetched beside the residents' work, and what waits for it: slots that are in use until then.
@@ -140,6 +147,10 @@ def _resolve(
         at_now, at_later = tl.cumsum(now.to(tl.int32), axis=0) - 1, tl.cumsum(later.to(tl.int32), axis=0) - 1
         tl.store(sources + at_now, from_home, mask=now)
         tl.store(targets + at_now, in_slot, mask=now)
+        beside = tl.sum(now.to(tl.int32), axis=0)
+        tl.store(sources + beside + stage, from_home, mask=staged)
+        tl.store(targets + beside + stage, in_stage, mask=staged)
+        beside += tl.sum(staged.to(tl.int32), axis=0)
         tl.store(late_sources + at_later, from_home, mask=later)
         tl.store(late_targets + at_later, in_slot, mask=later)
 
@@ -152,7 +163,7 @@ def _resolve(
         tl.store(seen + EVICTIONS, tl.load(seen + EVICTIONS) + evicted)
         moved = seen + MOVED + tl.where(in_prefill, PREFILL, 0)
         tl.store(moved, tl.load(moved) + misses)
-    tl.store(fetches, staying - late)
+    tl.store(fetches, beside)
     tl.store(late_fetches, late)
 
     # Each pair's place in its expert's list.
@@ -187,20 +198,30 @@ class Late:
 
 
 def resolve(
-    ids: Tensor, count: Tensor, prefill: Tensor, state: LayerState, work: Work, late: Late, cursor: Tensor
+    ids: Tensor,
+    count: Tensor,
+    prefill: Tensor,
+    state: LayerState,
+    work: Work,
+    late: Late,
+    staging: Tensor,
+    cursor: Tensor,
 ) -> None:
     """Look up the union of the first `count` rows of `ids` (int32 [R, k]), decide who goes, and write the work lists.
 
-    Args: prefill: int32 [1], 1 in a prefill step; cursor: scratch int32 [experts].
+    Args:
+        prefill: int32 [1], 1 in a prefill step.
+        staging: int64 [places], addresses outside the cache for experts that only pass; may be empty.
+        cursor: scratch int32 [experts].
     """
     rows, k = ids.shape
     experts, slots = len(state.slot_of), len(state.expert_of)
     small = triton.next_power_of_2(rows * k) if rows * k <= 64 else 0
     chunk = min(_CHUNK, triton.next_power_of_2(rows * k))
     _resolve[(1,)](
-        ids, count, prefill, state.slot_of, state.expert_of, state.worth, state.slot_address, state.home,
+        ids, count, prefill, state.slot_of, state.expert_of, state.worth, state.slot_address, state.home, staging,
         state.pending, state.seen, work.address, work.start, work.pairs, work.bounds, work.sources, work.targets,
-        work.fetches, late.sources, late.targets, late.fetches, cursor, rows * k, slots, experts, k,
+        work.fetches, late.sources, late.targets, late.fetches, cursor, slots, len(staging), experts, k,
         triton.next_power_of_2(experts), triton.next_power_of_2(slots), chunk, small, _EMPTY, _AFTER_ALL, WAVE_LANES,
-        EVICTIONS, MOVED, PREFILL, num_warps=8,
+        READ_IN_PLACE, EVICTIONS, MOVED, PREFILL, num_warps=8,
     )  # fmt: skip
