@@ -38,6 +38,16 @@ class Replayed:
         """Overwrite `ids`, then run the experts."""
         tokens, layers, k = self._trace.shape
         _replay[(1,)](
-            self._trace, self._cursor, ids, count, tokens, layer, layers, k, len(ids), triton.next_power_of_2(k)
+            self._trace,
+            self._cursor,
+            ids,
+            count,
+            tokens,
+            layer,
+            layers,
+            k,
+            len(ids),
+            triton.next_power_of_2(k),
+            enable_fp_fusion=False,
         )
         self._experts.run(layer, x, ids, count, inner, out)

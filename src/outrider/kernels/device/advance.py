@@ -64,5 +64,5 @@ def advance(
     rows = said.shape[1]
     _advance[(1,)](
         tokens, stops, said, turn, count, units, ids, positions, slots, tables, tables.shape[1], rows,
-        stops.shape[1], STOPPED, _PAGE, num_warps=1,
+        stops.shape[1], STOPPED, _PAGE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

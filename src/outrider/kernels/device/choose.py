@@ -47,11 +47,17 @@ def choose(logits: Tensor, tokens: Tensor, count: Tensor, scratch: Scratch) -> N
     infinite logit."""
     rows, vocab = logits.shape
     chunks = scratch.chunks
-    _best_of_chunk[(rows, chunks)](logits, scratch.best, scratch.place, count, vocab, chunks, _CHUNK, num_warps=4)
-    _best[(rows,)](scratch.best, scratch.place, tokens, count, chunks, triton.next_power_of_2(chunks), num_warps=1)
+    _best_of_chunk[(rows, chunks)](
+        logits, scratch.best, scratch.place, count, vocab, chunks, _CHUNK, num_warps=4, enable_fp_fusion=False
+    )
+    _best[(rows,)](
+        scratch.best, scratch.place, tokens, count, chunks, triton.next_power_of_2(chunks),
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def reference(logits: Tensor) -> Tensor:
     """int64 [R]."""
-    best = torch.where(logits == logits.amax(-1, keepdim=True), torch.arange(logits.shape[1]), logits.shape[1]).amin(-1)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    best = torch.where(logits == logits.amax(-1, keepdim=True), places, logits.shape[1]).amin(-1)
     return torch.where(torch.isfinite(logits).all(-1), best, -1)

@@ -75,5 +75,5 @@ def commit(
     chunk = min(_CHUNK, triton.next_power_of_2(rows * k))
     _commit[(layers,)](
         ids, kept, count, prefill, worth, clock, pending, seen, rows, experts, k, triton.next_power_of_2(experts),
-        chunk, policy == "lru", shift, fraction, PREFILL, num_warps=4,
+        chunk, policy == "lru", shift, fraction, PREFILL, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

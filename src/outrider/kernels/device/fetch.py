@@ -28,4 +28,4 @@ def _fetch(sources, targets, number, words, WORDS: tl.constexpr):
 
 def fetch(sources: Tensor, targets: Tensor, number: Tensor, nbytes: int, blocks: int = BLOCKS) -> None:
     """Copy `number` (int32 [1]) records of `nbytes` (a multiple of 256) from address to address (int64 tables)."""
-    _fetch[(blocks,)](sources, targets, number, nbytes // 8, _WORDS, num_warps=8)
+    _fetch[(blocks,)](sources, targets, number, nbytes // 8, _WORDS, num_warps=8, enable_fp_fusion=False)

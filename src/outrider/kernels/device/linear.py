@@ -62,7 +62,7 @@ def project(x: Tensor, weight: Tensor, out: Tensor, count: Tensor) -> None:
     grid = (triton.cdiv(n, block), parts, rows // ROWS)
     _project[grid](
         x, weight, out, count, n, weight.shape[1], rows, x.stride(0), parts, ROWS, block, _BLOCK_K,
-        num_warps=4, num_stages=6,
+        num_warps=4, num_stages=6, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -118,10 +118,11 @@ class PlainExperts:
         _gate_up[(triton.cdiv(shape.inner, 32), entries)](
             x, inner, *lists, shape.inner, shape.hidden, x.stride(0), inner.stride(0), at[1], shape.alpha,
             shape.limit or 0.0, k, shape.biased, shape.limit is not None, _ROWS, 32, 128, num_warps=4, num_stages=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
         _down[(triton.cdiv(shape.hidden, 32), entries)](
             inner, out, *lists, shape.hidden, shape.inner, inner.stride(0), at[2], at[3],
-            shape.biased, _ROWS, 32, 128, num_warps=4, num_stages=3,
+            shape.biased, _ROWS, 32, 128, num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -223,5 +223,5 @@ def resolve(
         state.pending, state.seen, work.address, work.start, work.pairs, work.bounds, work.sources, work.targets,
         work.fetches, late.sources, late.targets, late.fetches, cursor, slots, len(staging), experts, k,
         triton.next_power_of_2(experts), triton.next_power_of_2(slots), chunk, small, _EMPTY, _AFTER_ALL, WAVE_LANES,
-        READ_IN_PLACE, EVICTIONS, MOVED, PREFILL, num_warps=8,
+        READ_IN_PLACE, EVICTIONS, MOVED, PREFILL, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,0 +1,194 @@
+"""Every kernel of a captured round compiles for every supported card, within its registers and shared memory. No GPU.
+
+The launches of a whole round are recorded on tensors without data, for both model families at their true shapes, in the
+smallest and the largest row bucket. So a kernel that a round launches is compiled here exactly as it is launched.
+Triton compiles only in a process that was not told to interpret: each card has a process of its own.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+"""KiB of shared memory that a block may have, by compute capability."""
+MODELS = ("gpt-oss-20b", "qwen3-coder-30b-a3b")
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_a_round_compiles(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, __file__, str(capability)],
+            env=environment | {"TRITON_CACHE_DIR": cache},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = json.loads(done.stdout)
+    assert kernels["forgotten"] == []
+    for kernel in kernels["compiled"]:
+        assert kernel["shared"] <= SHARED[capability] * 1024, kernel
+        assert kernel["registers"] <= 255, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["stack"] <= 64, kernel
+
+
+def record() -> tuple[list[tuple[Any, tuple[Any, ...], dict[str, Any]]], list[tuple[Any, int, int]]]:
+    """The launches of rounds: (function, arguments, options) of Triton's, (kernel, threads, shared bytes) of CUDA's."""
+    from triton.runtime.jit import JITFunction
+
+    from outrider.kernels.device.cuda import CudaKernel
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    cuda: list[tuple[Any, int, int]] = []
+    JITFunction.run = lambda self, *args, grid, warmup, **options: launches.append((self, args, options))
+    CudaKernel.launch = lambda self, grid, threads, shared, *args: cuda.append((self, threads, shared))  # type: ignore[method-assign]
+    for model in MODELS:
+        for rows in (16, 512):
+            run_round(model, rows)
+    return launches, cuda
+
+
+def run_round(model: str, most: int) -> None:
+    """A queued round of `model` in the bucket of `most` rows, on tensors without data."""
+    from outrider.bench.replay import Replayed
+    from outrider.checkpoint.inventory import dense_tensors
+    from outrider.checkpoint.presets import load_config
+    from outrider.engine.build_device import expert_kernel
+    from outrider.engine.queued_rounds import QueuedRounds
+    from outrider.experts.device_provider import DeviceProvider
+    from outrider.experts.home import Home
+    from outrider.kernels.device.mxfp4 import Mxfp4Experts
+    from outrider.kvcache.pages import PagePool
+    from outrider.kvcache.storage import KVStorage
+    from outrider.models.device_decoder import Buffers, DeviceDecoder
+    from outrider.models.rows import Rows
+
+    config, meta, dtype = load_config(model), torch.device("meta"), torch.bfloat16
+    shapes = {name: stored.shape for name, stored in dense_tensors(config).items()}
+    decoder = DeviceDecoder(config, lambda name: torch.empty(shapes[name], dtype=dtype, device=meta), 4096)
+    kernel = expert_kernel(config, dtype)
+    home = Home([0], config.num_experts, 1 << 10, pinned=False)
+    slots = {0: config.num_experts // 2}
+    provider = DeviceProvider(
+        kernel, home, {}, slots, config.num_experts, config.experts_per_token, most, "decayed-lfu", meta
+    )
+    provider._layers = dict.fromkeys(range(config.num_layers), 0)
+    trace = torch.empty(64, config.num_layers, config.experts_per_token, dtype=torch.uint8, device=meta)
+    rows = Rows(most, most, 256, meta)
+    buffers = Buffers(config, most, most, (1,), dtype, None)
+    kv = KVStorage(config, PagePool(256), dtype, meta)
+    queued = QueuedRounds(decoder, rows, buffers)
+    decoder.forward(rows, buffers, kv, Replayed(provider, trace))
+    queued.after_forward()
+    provider.commit_rows(buffers.ids, rows.kept, rows.count)
+    queued.after_commit()
+    if isinstance(kernel, Mxfp4Experts):
+        for columns in (1, 4):
+            wider = Mxfp4Experts(kernel._shape, columns)
+            wider.run(buffers.h, provider._work, provider._work.resident, 1, buffers.inner, buffers.expert_out)
+
+
+def compile_triton(
+    capability: int, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Each distinct launch once."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    seen = set()
+    for function, args, options in launches:
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attrs = {}
+        for index, (parameter, value) in enumerate(zip(function.params, args, strict=True)):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = _TYPES[value.dtype]
+                attrs[(index,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    attrs[(index,)] = [["tt.divisibility", 16]]
+        given = {name: options[name] for name in _OPTIONS if name in options}
+        identity = (function.__name__, function.__module__, str(signature), str(constants), str(attrs), str(given))
+        if identity in seen:
+            continue
+        seen.add(identity)
+        source = ASTSource(function, signature, constants, attrs)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=given)
+        yield {
+            "kernel": f"{function.__module__}.{function.__name__}",
+            "shared": compiled.metadata.shared,
+            "threads": 32 * compiled.metadata.num_warps,
+            **resources(compiled.asm["cubin"]),
+        }
+
+
+def compile_cuda(capability: int, launches: list[tuple[Any, int, int]]) -> Iterator[dict[str, Any]]:
+    """Each distinct kernel once."""
+    from outrider.kernels.device.cuda import compile_cubin
+
+    seen = set()
+    for kernel, threads, shared in launches:
+        macros = tuple(kernel.macros.items())
+        if (kernel.source, macros) in seen:
+            continue
+        seen.add((kernel.source, macros))
+        cubin = compile_cubin(kernel.source, macros, f"sm_{capability}").code
+        yield {"kernel": f"{kernel.source} {macros}", "shared": shared, "threads": threads, **resources(cubin)}
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of the one kernel in `cubin`."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    fields = dict(field.split(":") for field in text.stdout.split() if field.startswith(("REG:", "STACK:")))
+    return {"registers": int(fields["REG"]), "stack": int(fields["STACK"])}
+
+
+def every_jitted() -> set[str]:
+    """All Triton kernels of the modules that rounds launch from."""
+    from triton.runtime.jit import JITFunction
+
+    import outrider.kernels.device as device
+
+    modules = [f"outrider.kernels.device.{module.name}" for module in pkgutil.iter_modules(device.__path__)]
+    found = set()
+    for name in [*modules, "outrider.bench.replay"]:
+        members = vars(importlib.import_module(name)).values()
+        found |= {f"{name}.{m.__name__}" for m in members if isinstance(m, JITFunction) and m.__module__ == name}
+    return found
+
+
+def main(capability: int) -> None:
+    known = every_jitted()
+    launches, cuda = record()
+    compiled = [*compile_triton(capability, launches), *compile_cuda(capability, cuda)]
+    forgotten = sorted(known - {kernel["kernel"] for kernel in compiled})
+    json.dump({"compiled": compiled, "forgotten": forgotten}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
