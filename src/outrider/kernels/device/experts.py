@@ -75,7 +75,7 @@ def reference(
         g, u = gate @ row, up @ row
         if bias is not None and down_bias is not None:
             g, u = g + bias[: shape.inner], u + bias[shape.inner :]
-        inner = activate(g, u, shape).bfloat16().float()
+        inner = activate(g, u, shape).to(x.dtype).float()
         out[pair] = down @ inner + (0 if down_bias is None else down_bias)
     return out
 
