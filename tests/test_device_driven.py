@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.checkpoint.hf_config import read_config
 from outrider.config import EngineOptions, parse_slots
 from outrider.core import ExpertKey, Phase
-from outrider.engine.build import build_engine
+from outrider.engine.build import _driver, build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.queued_rounds import MOST_ROUNDS
 from outrider.errors import ConfigError, RequestError
@@ -229,8 +230,13 @@ def test_what_the_device_cannot_drive_is_said(tmp_path: Path) -> None:
         ConfigError, match="driver is 'device', but MXFP4 experts need a CUDA GPU there; use --driver host"
     ):
         build_engine(str(tmp_path), EngineOptions(device="cpu", driver="device"))
-    assert build_engine(str(tmp_path), EngineOptions(device="cpu")).decoder is not None
-    with pytest.raises(ConfigError, match="prefill_chunk is 513"):
+    assert build_engine(str(tmp_path), EngineOptions(device="cpu")).note is None
+    config, cuda = read_config(tmp_path), torch.device("cuda")
+    assert _driver(config, EngineOptions(), 512, cuda, torch.bfloat16) == ("device", None)
+    for rows, dtype, why in ((512, torch.float32, "bfloat16"), (600, torch.bfloat16, "600 rows")):
+        driver, note = _driver(config, EngineOptions(), rows, cuda, dtype)
+        assert driver == "host" and note is not None and why in note
+    with pytest.raises(ConfigError, match="a step may have 513 rows"):
         MAKERS["qwen3_moe"](tmp_path / "q")
         build_engine(str(tmp_path / "q"), EngineOptions(device="cpu", driver="device", prefill_chunk=513))
     with pytest.raises(ConfigError, match="driver is 'gpu'"):

@@ -11,7 +11,8 @@ class ExpertCounters:
     """Running counts of one expert cache since the last reset. Bytes of experts are exact payload bytes.
 
     An access is one (layer, expert) of one step's union. `late` is the part of `misses` that was in flight when its
-    layer resolved. `h2d_bytes` counts bytes that were moved, padding included.
+    layer resolved. `h2d_bytes` counts bytes that were moved, padding included. `exposed_fetch_seconds` is None where
+    nobody measures it.
     """
 
     hits: int = 0
@@ -30,7 +31,7 @@ class ExpertCounters:
     overflow: int = 0
     steps: int = 0
     prefill_steps: int = 0
-    exposed_fetch_seconds: float = 0.0
+    exposed_fetch_seconds: float | None = 0.0
     h2d_bytes: dict[Band, int] = field(default_factory=lambda: dict.fromkeys(Band, 0))
 
 
@@ -109,7 +110,7 @@ class Stats:
         evictions: resident experts that lost their slot to another one.
         h2d_bytes: bytes copied into slots by band, padding included.
         exposed_fetch_seconds: time that the critical path waited for expert bytes (device clock on CUDA); None if no
-            step ran.
+            step ran, or the device drives (not measured yet).
         measured_h2d_bytes_per_second: probe at start on the engine's own copy path; None if not run.
         kv_occupancy_bytes: bytes of KV pages in use.
         decode_steps, prefill_steps: target forwards.

@@ -136,4 +136,7 @@ def _load(model: str, **options: Any) -> "LLM":
     from outrider.engine.llm import LLM
 
     with progress_bars() as progress:
-        return LLM(model, progress=progress, **options)
+        llm = LLM(model, progress=progress, **options)
+    if llm.engine.note:
+        errors.print(llm.engine.note)
+    return llm

@@ -47,7 +47,8 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     draft = _open_draft(options, model, config)
     device = _device(options)
     dtype = _dtype(options, device)
-    driver = _driver(config, options, device, dtype)
+    most_rows = _most_rows(options, draft)
+    driver, note = _driver(config, options, most_rows, device, dtype)
     max_context = _context(config, options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -56,7 +57,7 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)
     resident = min(slots.values()) == config.num_experts
     kv_tokens = options.kv_tokens or 4 * max_context
-    passing = 0 if resident or driver == "host" else _passing_experts(config, _most_rows(options, draft))
+    passing = 0 if resident or driver == "host" else _passing_experts(config, most_rows)
     _check_memory(checkpoint, draft, mapped, sum(slots.values()), passing, resident, kv_tokens, device, dtype)
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
     pool = PagePool(pages_for(kv_tokens))
@@ -69,7 +70,7 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
         from outrider.engine.build_device import build_device
 
         taps = draft.config.tap_layers if draft else ()
-        decoder, provider, target, probed = build_device(parts, _most_rows(options, draft), taps, progress)
+        decoder, provider, target, probed = build_device(parts, most_rows, taps, progress)
     else:
         decoder, provider, target, probed = build_host(parts, progress)
     drafter = None
@@ -80,19 +81,26 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     width = options.width if isinstance(options.width, int) else None
     rounds = Rounds(target, drafter, width, route_ahead)
     scheduler = Scheduler[SpecSession](pool, options.max_batch, options.prefill_chunk)
-    return Engine(checkpoint, decoder, provider, kv, rounds, scheduler, max_context, probed, route_ahead)
+    return Engine(checkpoint, decoder, provider, kv, rounds, scheduler, max_context, probed, route_ahead, note)
 
 
-def _driver(config: ModelConfig, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> DriverName:
-    """Who drives the experts. Raises: ConfigError if the device is asked to and cannot."""
+def _driver(
+    config: ModelConfig, options: EngineOptions, rows: int, device: torch.device, dtype: torch.dtype
+) -> tuple[DriverName, str | None]:
+    """Who drives the experts, and why it is not the device where one would expect it.
+
+    Raises: ConfigError if the device is asked to and cannot.
+    """
     if options.driver == "host" or (options.driver == "auto" and device.type != "cuda"):
-        return "host"
+        return "host", None
     from outrider.engine.build_device import unfit_for_device  # Triton takes its time, and not every system has it
 
-    why = unfit_for_device(config, options, device, dtype)
-    if options.driver == "device" and why:
+    why = unfit_for_device(config, rows, device, dtype)
+    if why is None:
+        return "device", None
+    if options.driver == "device":
         raise ConfigError(f"driver is 'device', but {why}; use --driver host")
-    return "host" if why else "device"
+    return "host", f"experts are driven by the host, which is slower: the device could, but {why}"
 
 
 def _passing_experts(config: ModelConfig, rows: int) -> int:

@@ -1,11 +1,12 @@
 """Expert memory that the device drives: packed records, slots, provider, and the captured target."""
 
 import time
+from importlib.util import find_spec
 from itertools import islice
 
 import torch
 
-from outrider.config import EngineOptions, ModelConfig
+from outrider.config import ModelConfig
 from outrider.core import Progress
 from outrider.engine.build_host import Parts
 from outrider.engine.device_target import DeviceTarget
@@ -21,18 +22,18 @@ from outrider.models.rows import BUCKETS
 _PROBE_BYTES = 512 << 20
 
 
-def unfit_for_device(
-    config: ModelConfig, options: EngineOptions, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Why the device cannot drive this model's experts, None if it can."""
+def unfit_for_device(config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the device cannot drive steps of up to `rows` rows of this model, None if it can."""
     if device.type == "cuda" and dtype != torch.bfloat16:
         return "its kernels compute in bfloat16"
     if device.type != "cuda" and config.mxfp4_experts:
         return "MXFP4 experts need a CUDA GPU there"
+    if config.mxfp4_experts and find_spec("cuda") is None:
+        return "cuda-core, which compiles its MXFP4 kernel, is not installed"
     if not all(config.is_moe):
         return "this model has layers without experts"
-    if options.prefill_chunk > BUCKETS[-1]:
-        return f"prefill_chunk is {options.prefill_chunk}, above its largest row bucket of {BUCKETS[-1]}"
+    if rows > BUCKETS[-1]:
+        return f"a step may have {rows} rows (prefill_chunk, or max_batch times width), more than its {BUCKETS[-1]}"
     return None
 
 

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Built by `engine.build`. Not thread-safe: one thread submits and steps."""
+    """Built by `engine.build`. Not thread-safe: one thread submits and steps.
+
+    Attributes:
+        note: what its user should know about how it runs (a slower way was taken, and why); None: nothing.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Engine:
         max_context: int,
         measured_h2d: float | None,
         route_ahead: RouteAheadStatistics | None,
+        note: str | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
@@ -53,6 +58,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = Runner(rounds)
         self.max_context = max_context
+        self.note = note
         self._measured_h2d = measured_h2d
         self._route_ahead = route_ahead
         self._ids = count()

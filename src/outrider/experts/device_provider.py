@@ -193,6 +193,7 @@ class DeviceProvider:
             dropped_prefetches=self._dropped,
             steps=self._steps[Phase.DECODE],
             prefill_steps=self._steps[Phase.PREFILL],
+            exposed_fetch_seconds=None,
         )
         counted.h2d_bytes[Band.ON_DEMAND] = (moved + prefill_moved) * self.layout.record_nbytes
         return counted
