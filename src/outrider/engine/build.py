@@ -57,8 +57,9 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)
     resident = min(slots.values()) == config.num_experts
     kv_tokens = options.kv_tokens or 4 * max_context
-    passing = 0 if resident or driver == "host" else _passing_experts(config, most_rows)
-    _check_memory(checkpoint, draft, mapped, sum(slots.values()), passing, resident, kv_tokens, device, dtype)
+    record = mapped.layout.record_nbytes
+    extra = _device_terms(config, options, draft, most_rows, record, dtype) if driver == "device" else {}
+    _check_memory(checkpoint, draft, mapped, sum(slots.values()), extra, resident, kv_tokens, device, dtype)
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
     pool = PagePool(pages_for(kv_tokens))
     kv = _pages(config, pool, dtype, device)
@@ -103,10 +104,22 @@ def _driver(
     return "host", f"experts are driven by the host, which is slower: the device could, but {why}"
 
 
-def _passing_experts(config: ModelConfig, rows: int) -> int:
+def _device_terms(
+    config: ModelConfig,
+    options: EngineOptions,
+    draft: DraftCheckpoint | None,
+    rows: int,
+    record: int,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """What a device that drives needs beside weights, slots and KV, in bytes."""
+    from outrider.engine.build_device import working_nbytes
     from outrider.experts.device_provider import staging_slots
 
-    return staging_slots(config.num_experts, config.experts_per_token, rows)
+    taps = draft.config.tap_layers if draft else ()
+    passing = staging_slots(config.num_experts, config.experts_per_token, rows)
+    terms = {f"{passing} places for experts that pass": passing * record} if passing else {}
+    return terms | working_nbytes(config, rows, options.max_batch, taps, dtype)
 
 
 def _most_rows(options: EngineOptions, draft: DraftCheckpoint | None) -> int:
@@ -203,7 +216,7 @@ def _check_memory(
     draft: DraftCheckpoint | None,
     store: MappedStore,
     slots: int,
-    passing: int,
+    extra: dict[str, int],
     resident: bool,
     kv_tokens: int,
     device: torch.device,
@@ -215,8 +228,7 @@ def _check_memory(
     """
     dense = checkpoint.dense_elements() * dtype.itemsize
     terms = {"dense weights": dense, f"{slots} expert slots": slots * store.layout.record_nbytes}
-    if passing:
-        terms[f"{passing} places for experts that pass"] = passing * store.layout.record_nbytes
+    terms |= extra
     kv = kv_bytes_per_token(checkpoint.config, dtype)
     if draft:
         terms["the draft"] = draft.elements() * dtype.itemsize

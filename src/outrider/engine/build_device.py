@@ -16,8 +16,8 @@ from outrider.kernels.device.experts import ExpertKernel, ExpertShape
 from outrider.kernels.device.mxfp4 import Mxfp4Experts
 from outrider.kernels.device.plain import PlainExperts
 from outrider.kvcache.pages import pages_for
-from outrider.models.device_decoder import DeviceDecoder
-from outrider.models.rows import BUCKETS
+from outrider.models.device_decoder import Buffers, DeviceDecoder
+from outrider.models.rows import BUCKETS, bucket_for
 
 _PROBE_BYTES = 512 << 20
 
@@ -43,6 +43,15 @@ def expert_kernel(config: ModelConfig, dtype: torch.dtype) -> ExpertKernel:
     limit = config.swiglu_limit if gpt_oss else None
     shape = ExpertShape(config.hidden_size, config.expert_intermediate, gpt_oss, config.swiglu_alpha, limit)
     return Mxfp4Experts(shape) if config.mxfp4_experts else PlainExperts(shape, dtype)
+
+
+def working_nbytes(
+    config: ModelConfig, rows: int, sequences: int, taps: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, int]:
+    """Bytes on the device beside weights, slots and KV, by what they are for; steps have up to `rows` rows."""
+    most, queued = bucket_for(rows), bucket_for(sequences)
+    logits = 4 * config.vocab_size * (queued + most)  # those of queued rounds, and of a verify
+    return {"activations": Buffers(config, most, most, taps, dtype, None).nbytes, "logits": logits}
 
 
 def build_device(

@@ -205,7 +205,10 @@ class DeviceProvider:
         self._dropped = 0
 
     def reset_cache(self) -> None:
-        """Empty all slots and forget recency; the next step starts cold and gives the same tokens."""
+        """Empty all slots and forget recency; the next step starts cold and gives the same tokens.
+
+        Where every expert has a slot there is nothing to bring them back from, and nothing happens.
+        """
         if self._home is None:
             return
         for state in self._states:
