@@ -11,7 +11,7 @@ from outrider import SamplingParams
 from outrider.checkpoint.hf_config import read_config
 from outrider.config import EngineOptions, parse_slots
 from outrider.core import ExpertKey, Phase
-from outrider.engine import build
+from outrider.engine import build, device_target
 from outrider.engine.build import _driver, build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.queued_rounds import MOST_ROUNDS
@@ -118,13 +118,10 @@ def test_sampled_tokens_do_not_depend_on_residency(plain: list[list[int]]) -> No
 
 @on_gpu
 def test_without_graphs_the_same_kernels_give_the_same(plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed = []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph))
+    monkeypatch.setattr(device_target, "captured", lambda run: run)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: pytest.fail("a graph was replayed"))
     engine = open_demo("50%")
-    engine.runner._rounds._target._graphs.clear()  # type: ignore[attr-defined]
-    engine.runner._rounds._target._round = None  # type: ignore[attr-defined]
     assert outputs(engine, greedy(TOKENS)) == plain
-    assert not replayed
     engine.close()
 
 
@@ -208,10 +205,10 @@ def test_the_interpreter_gives_the_host_driven_tokens_and_counts(tmp_path: Path,
 
 
 @on_cpu
-def test_speculation_and_stops_in_the_interpreter(tmp_path: Path) -> None:
-    make_pair(tmp_path, "qwen3_moe")
-    options = {"device": "cpu", "driver": "device", "prefill_chunk": 16, "max_batch": 1}
-    engine = open_pair(tmp_path, "50%", speculate=False, **options)
+def test_a_stop_ends_the_rounds_that_are_queued(tmp_path: Path) -> None:
+    MAKERS["qwen3_moe"](tmp_path)
+    options = EngineOptions(parse_slots("50%"), device="cpu", driver="device", prefill_chunk=16, max_batch=1)
+    engine = build_engine(str(tmp_path), options)
     prompt = ids(4, 6, engine.config.vocab_size)
     (session,) = run(engine, [prompt], greedy(4))
     stop = session.output[2]
@@ -219,9 +216,29 @@ def test_speculation_and_stops_in_the_interpreter(tmp_path: Path) -> None:
     assert stopped.output == session.output[: session.output.index(stop) + 1]
     assert engine.kv.pool.num_used == 0
     engine.close()
-    engine = open_pair(tmp_path, "50%", **options)
-    assert run(engine, [prompt], greedy(4))[0].output == session.output
-    engine.close()
+
+
+@on_cpu
+@pytest.mark.parametrize("draft", [{"bias": True, "reduced_vocab": 40}, {"windows": (6, 6), "causal": True}])
+def test_the_device_s_drafts_are_the_host_s(tmp_path: Path, draft: dict[str, object]) -> None:
+    """Two sequences, two rounds: contexts that grow by accepted and by rejected rows, over the end of a page."""
+    make_pair(tmp_path, "qwen3_moe", **draft)
+    seen, said = [], []
+    for driver in ("host", "device"):
+        engine = open_pair(tmp_path, "100%", device="cpu", driver=driver, prefill_chunk=16, max_batch=2, max_context=32)
+        prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in ((1, 15), (2, 9))]
+        sessions = [engine.begin_session(prompt, greedy(9)) for prompt in prompts]
+        rounds = []
+        for width in (3, 8):
+            rounds.append([(r.tokens, r.token_probs) for r in engine.draft_round(sessions)])
+            engine.verify_round(sessions, [min(width, len(s.draft.tokens) + 1) for s in sessions if s.draft])
+        seen.append(rounds)
+        said.append([session.output for session in sessions])
+        engine.close()
+    assert said[0] == said[1]
+    for host, device in zip(*seen, strict=True):
+        for (tokens, probs), (other, near) in zip(host, device, strict=True):
+            assert tokens == other and probs == pytest.approx(near, rel=1e-3)
 
 
 @on_cpu

@@ -191,8 +191,8 @@ class Paged:
         lists = tuple(ints([u[i] for u in units] + [0] * (bucket - len(units))) for i in range(2))
         attention.attend(
             self.query, self.keys, self.values, self.tables, (*lists, ints([len(units)])),
-            ints([s for s, _ in rows] + pad), ints([p for _, p in rows] + pad), count(len(rows)), window, sinks,
-            scratch, out,
+            ints([s for s, _ in rows] + pad), ints([p for _, p in rows] + pad), ints([p for _, p in rows] + pad),
+            count(len(rows)), window, sinks, scratch, out,
         )  # fmt: skip
         assert out[len(rows) :].isnan().all()
         return out[: len(rows)]
@@ -236,8 +236,10 @@ def test_the_next_round_and_the_end_of_one() -> None:
     stops[1, 5] = 60
     rows, units = ints([2]), ints([2])
     ids, positions, slots = ints([1, 1, -7, -7]), ints([15, 30, -7, -7]), ints([0, 0, -7, -7])
-    state = (stops, said, turn, rows, units, ids, positions, slots, tables)
+    limits = positions.clone()
+    state = (stops, said, turn, rows, units, ids, positions, limits, slots, tables)
     advance.advance(ints([50, 51, -7, -7]), *state)
+    assert torch.equal(limits, positions)
     assert (ids.tolist(), positions.tolist(), slots.tolist()) == ([50, 51, -7, -7], [16, 31, -7, -7], [144, 63, -7, -7])
     advance.advance(ints([52, 60, -7, -7]), *state)
     assert (rows.item(), units.item(), ids.tolist()[:2]) == (0, 0, [50, 51])

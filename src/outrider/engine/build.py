@@ -25,7 +25,7 @@ from outrider.models.layers import Weights
 from outrider.models.target import TargetModel
 from outrider.route_ahead.statistics import RouteAheadStatistics
 from outrider.scheduler.scheduler import Scheduler
-from outrider.spec.drafter import Drafter
+from outrider.spec.drafter import Drafter, DrafterModel
 from outrider.spec.session import Rounds, SpecSession
 
 if TYPE_CHECKING:
@@ -74,10 +74,16 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
         decoder, provider, target, probed = build_device(parts, most_rows, taps, progress)
     else:
         decoder, provider, target, probed = build_host(parts, progress)
-    drafter = None
+    drafter: DrafterModel | None = None
     if draft:
         loader = _DenseLoader(draft.elements(), "loading the draft", device, dtype, progress)
-        drafter = _drafter(draft, decoder, loader.of(draft.tensor), _pages(draft.config, pool, dtype, device))
+        shared = _shared_with(draft, decoder, loader.of(draft.tensor))
+        if driver == "device":
+            from outrider.engine.build_device import device_drafter
+
+            drafter = device_drafter(draft.config, shared, parts, pool, most_rows)
+        else:
+            drafter = Drafter(draft.config, *shared, _pages(draft.config, pool, dtype, device))
     route_ahead = RouteAheadStatistics(provider.expert_nbytes) if options.route_ahead_stats else None
     width = options.width if isinstance(options.width, int) else None
     rounds = Rounds(target, drafter, width, route_ahead)
@@ -162,21 +168,16 @@ def _open_draft(options: EngineOptions, model: str, config: ModelConfig) -> Draf
     return draft
 
 
-def _drafter(
-    draft: DraftCheckpoint, decoder: "Decoder | DeviceDecoder", weights: Weights, context: KVStorage
-) -> Drafter:
+def _shared_with(
+    draft: DraftCheckpoint, decoder: "Decoder | DeviceDecoder", weights: Weights
+) -> tuple[Weights, Tensor, Tensor, Tensor | None]:
+    """What a drafter is made of: weights, the target's embedding, a head, and target ids of a vocabulary of its own."""
     embedding = decoder.embedding
     draft.check_copies(embedding, decoder.head)
     ids = draft.ids
     own = draft.config.draft_vocab_size != draft.config.vocab_size
-    return Drafter(
-        draft.config,
-        weights,
-        embedding,
-        weights("lm_head.weight") if own else decoder.head,
-        None if ids is None else ids.to(embedding.device),
-        context,
-    )
+    head = weights("lm_head.weight") if own else decoder.head
+    return weights, embedding, head, None if ids is None else ids.to(embedding.device)
 
 
 def _pages(config: KVShape, pool: PagePool, dtype: torch.dtype, device: torch.device) -> KVStorage:

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from itertools import islice
 
 import torch
+from torch import Tensor
 
-from outrider.config import ModelConfig
+from outrider.config import DraftConfig, ModelConfig
 from outrider.core import Progress
 from outrider.engine.build_host import Parts
 from outrider.engine.device_target import DeviceTarget
@@ -15,9 +16,12 @@ from outrider.experts.home import Home, PackedRecords
 from outrider.kernels.device.experts import ExpertKernel, ExpertShape
 from outrider.kernels.device.mxfp4 import Mxfp4Experts
 from outrider.kernels.device.plain import PlainExperts
-from outrider.kvcache.pages import pages_for
+from outrider.kvcache.pages import PagePool, pages_for
+from outrider.kvcache.storage import KVStorage
 from outrider.models.device_decoder import Buffers, DeviceDecoder
+from outrider.models.layers import Weights
 from outrider.models.rows import BUCKETS, bucket_for
+from outrider.spec.device_drafter import DeviceDrafter, block_pages
 
 _PROBE_BYTES = 512 << 20
 
@@ -87,6 +91,19 @@ def build_device(
     pages = pages_for(parts.max_context)
     target = DeviceTarget(decoder, parts.kv, provider, rows, options.max_batch, pages, taps)
     return decoder, provider, target, probed
+
+
+def device_drafter(
+    config: DraftConfig,
+    shared: tuple[Weights, Tensor, Tensor, Tensor | None],
+    parts: Parts,
+    pool: PagePool,
+    rows: int,
+) -> DeviceDrafter:
+    """A captured drafter; `shared`: its weights, embedding, head, and target ids of a vocabulary of its own."""
+    sequences = parts.options.max_batch
+    context = KVStorage(config, pool, parts.dtype, parts.device, more_pages=sequences * block_pages(config))
+    return DeviceDrafter(config, *shared, context, rows, sequences, parts.max_context)
 
 
 def _probe(provider: DeviceProvider, home: Home) -> float:

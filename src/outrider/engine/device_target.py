@@ -14,11 +14,12 @@ from outrider.engine.queued_rounds import MOST_ROUNDS, QueuedRounds
 from outrider.experts.device_provider import DeviceProvider
 from outrider.kernels.device import linear
 from outrider.kernels.device.advance import MOST_STOPS
+from outrider.kernels.device.graph import captured
 from outrider.kvcache.pages import PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.batch import Batch, Observer, Span
 from outrider.models.device_decoder import Buffers, DeviceDecoder, DeviceExperts
-from outrider.models.rows import BUCKETS, Rows, RowsOf, bucket_for
+from outrider.models.rows import Rows, RowsOf, bucket_for, buckets_up_to
 
 
 class DeviceTarget:
@@ -49,18 +50,20 @@ class DeviceTarget:
         self._device = table.device
         self._experts = experts or provider
         self._rows = Rows(rows, sequences, pages, self._device)
-        self._buckets = BUCKETS[: BUCKETS.index(bucket_for(rows)) + 1]
+        self._buckets = buckets_up_to(rows)
         most = self._buckets[-1]
         plan = [Buffers(config, bucket, most, taps, table.dtype, None).nbytes for bucket in self._buckets]
         memory = torch.zeros(max(plan), dtype=torch.uint8, device=self._device)
         self._buffers = {b: Buffers(config, b, most, taps, table.dtype, memory) for b in self._buckets}
         self._last = self._buffers[self._buckets[0]]
         self._queued = QueuedRounds(decoder, self._rows, self._buffers[bucket_for(sequences)])
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._round: torch.cuda.CUDAGraph | None = None
+        self._forwards: dict[int, Callable[[], None]] = {
+            bucket: partial(self._run, own) for bucket, own in self._buffers.items()
+        }
+        self._round: Callable[[], None] = self._run_round
         if graphs and self._device.type == "cuda":
-            self._graphs = {bucket: self._captured(partial(self._run, b)) for bucket, b in self._buffers.items()}
-            self._round = self._captured(self._run_round)
+            self._forwards = {bucket: captured(run) for bucket, run in self._forwards.items()}
+            self._round = captured(self._run_round)
 
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
@@ -70,10 +73,7 @@ class DeviceTarget:
         self._rows.set(spans)
         buffers = self._buffers[bucket_for(batch.spans[-1].stop)]
         self.provider.begin_step(phase)
-        if graph := self._graphs.get(buffers.rows):
-            graph.replay()
-        else:
-            self._run(buffers)
+        self._forwards[buffers.rows]()
         self._last = buffers
         count = batch.spans[-1].stop
         for layer, ids in enumerate(buffers.ids[:, :count]):
@@ -120,10 +120,7 @@ class DeviceTarget:
         self._queued.start(stops)
         self.provider.begin_step(Phase.DECODE)
         for _ in range(rounds):
-            if self._round:
-                self._round.replay()
-            else:
-                self._run_round()
+            self._round()
         said = self._queued.read(rounds, len(tables))
         self.provider.count_steps(len(said))
         self._last = self._buffers[bucket_for(len(self._rows.tables))]
@@ -143,15 +140,6 @@ class DeviceTarget:
         self._queued.after_forward()
         self.provider.commit_rows(buffers.ids, self._rows.kept, self._rows.count)
         self._queued.after_commit()
-
-    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """`run` as a graph. It runs once before, without rows, to compile what has to be compiled."""
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> tuple[list[RowsOf], Batch]:
         spans, rows = [], []

@@ -42,7 +42,7 @@ class QueuedRounds:
         rows = self._rows
         advance(
             self._tokens, self._stops, self._said, self._turn, rows.count, rows.units[2], rows.ids, rows.positions,
-            rows.slots, rows.tables,
+            rows.limits, rows.slots, rows.tables,
         )  # fmt: skip
 
     def start(self, stops: Sequence[frozenset[int]]) -> None:

@@ -36,12 +36,15 @@ class KVStorage:
     """Keys and values [layers][pages * PAGE_SIZE, kv_heads, head_dim] on `device` for the pages of `pool`.
 
     Several storages may share a pool: a page then holds its tokens' keys and values in each of them, and whoever grows
-    or truncates a page table does it for all. Zeroed at the start, so that a page costs no memory on a CPU until
+    or truncates a page table does it for all. `more_pages` follow those of the pool and belong to whoever asked for
+    them. Zeroed at the start, so that a page costs no memory on a CPU until
     it is used.
     """
 
-    def __init__(self, config: KVShape, pool: PagePool, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (pool.num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    def __init__(
+        self, config: KVShape, pool: PagePool, dtype: torch.dtype, device: torch.device, more_pages: int = 0
+    ) -> None:
+        shape = ((pool.num_pages + more_pages) * PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self.pool = pool
         self.page_nbytes = PAGE_SIZE * kv_bytes_per_token(config, dtype)
         self._keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]

@@ -84,7 +84,8 @@ class DeviceDecoder:
                 values, count,
             )  # fmt: skip
             attention.attend(
-                b.query, keys, values, rows.tables, rows.units, rows.sequences, rows.positions, count, layer.window,
+                b.query, keys, values, rows.tables, rows.units, rows.sequences, rows.positions, rows.limits,
+                count, layer.window,
                 layer.sinks, b.scratch, b.attended,
             )  # fmt: skip
             linear.project(b.attended.flatten(1), layer.output, b.projected, count)

@@ -12,16 +12,21 @@ BUCKETS = (16, 32, 64, 128, 256, 512)
 """Row counts that forwards are captured for."""
 
 _SCALARS = 2
+_COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Some rows of one sequence: tokens, the first at `position`, their KV token slots, and the sequence's pages."""
+    """Some rows of one sequence: tokens, the first at `position`, their KV token slots, and the sequence's pages.
+
+    to_the_end: every row sees the keys of all of them (a draft block), not just those up to its own.
+    """
 
     tokens: Sequence[int]
     position: int
     slots: Sequence[int]
     pages: Sequence[int]
+    to_the_end: bool = False
 
 
 class Rows:
@@ -29,36 +34,37 @@ class Rows:
 
     Attributes:
         count [1]: rows that exist. units: first row and rows of each attention unit [R], and how many [1].
-        ids, positions, slots, sequences, kept [R]: token, absolute position, KV token slot, line of `tables`, and 1 for
-            a row that a commit keeps.
+        ids, positions, limits, slots, sequences, kept [R]: token, absolute position, last position that it sees, KV
+            token slot, line of `tables`, and 1 for a row that a commit keeps.
         tables [sequences, pages]: pages of each sequence in order.
     """
 
     def __init__(self, most: int, sequences: int, pages: int, device: torch.device) -> None:
-        fields = 7 * most + _SCALARS
+        fields = _COLUMNS * most + _SCALARS
         self._device_buffer = torch.zeros(fields, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = torch.zeros(fields, dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.zeros(sequences, pages, dtype=torch.int32, device=device)
         self._table_staging = torch.zeros(sequences, pages, dtype=torch.int32, pin_memory=pinned)
         self.count, number, *columns = self._views(self._device_buffer)
-        self.ids, self.positions, self.slots, self.sequences, self.kept, first, rows = columns
+        self.ids, self.positions, self.limits, self.slots, self.sequences, self.kept, first, rows = columns
         self.units = (first, rows, number)
         self._copied = torch.cuda.Event() if pinned else None
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        scalars, columns = buffer[:_SCALARS], buffer[_SCALARS:].view(7, -1)
+        scalars, columns = buffer[:_SCALARS], buffer[_SCALARS:].view(_COLUMNS, -1)
         return [scalars[0:1], scalars[1:2], *columns.unbind(0)]
 
     def set(self, spans: Sequence[RowsOf]) -> None:
         """Queue the copy of a step's rows on the current stream; its rows are kept unless `keep` says otherwise."""
         self._wait()
-        count, number, ids, positions, slots, sequences, kept, first, rows = self._views(self._staging)
+        count, number, ids, positions, limits, slots, sequences, kept, first, rows = self._views(self._staging)
         at = unit = 0
         for line, span in enumerate(spans):
             end = at + len(span.tokens)
             ids[at:end] = torch.tensor(span.tokens, dtype=torch.int32)
             positions[at:end] = torch.arange(span.position, span.position + len(span.tokens), dtype=torch.int32)
+            limits[at:end] = span.position + len(span.tokens) - 1 if span.to_the_end else positions[at:end]
             slots[at:end] = torch.tensor(span.slots, dtype=torch.int32)
             sequences[at:end] = line
             for start in range(at, end, UNIT):
@@ -76,7 +82,7 @@ class Rows:
     def keep(self, rows: Sequence[int]) -> None:
         """Mark the rows that the next commit keeps; queued likewise."""
         self._wait()
-        kept = self._views(self._staging)[6]
+        kept = self._views(self._staging)[7]
         kept[:] = 0
         kept[torch.tensor(rows, dtype=torch.int64)] = 1
         self.kept.copy_(kept, non_blocking=True)
@@ -95,3 +101,8 @@ class Rows:
 def bucket_for(rows: int) -> int:
     """The smallest bucket that holds `rows`."""
     return next(bucket for bucket in BUCKETS if bucket >= rows)
+
+
+def buckets_up_to(rows: int) -> tuple[int, ...]:
+    """All buckets that steps of up to `rows` rows use."""
+    return BUCKETS[: BUCKETS.index(bucket_for(rows)) + 1]

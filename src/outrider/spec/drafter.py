@@ -9,6 +9,7 @@ freeing a page table does it for both. A block's own keys and values are never s
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,19 @@ from outrider.kvcache.storage import KVStorage
 from outrider.models.layers import DenseMLP, Linear, RMSNorm, Weights
 
 Rope = tuple[Tensor, Tensor]
+
+
+class DrafterModel(Protocol):
+    """What proposes blocks and is fed with what a verify committed."""
+
+    config: DraftConfig
+    context: KVStorage
+
+    def extend(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Add committed rows to the context; see `Drafter.extend`."""
+
+    def propose(self, anchors: Sequence[int], tables: Sequence[PageTable]) -> Tensor:
+        """Logits of the drafts behind each anchor; see `Drafter.propose`."""
 
 
 class Drafter:

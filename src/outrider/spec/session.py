@@ -18,7 +18,7 @@ from outrider.core import Phase, RouteSink
 from outrider.models.target import TargetModel
 from outrider.scheduler.sequence import Sequence
 from outrider.spec.acceptance import committed_rows
-from outrider.spec.drafter import Drafter
+from outrider.spec.drafter import DrafterModel
 from outrider.spec.observation import Observation, Union, nbytes_of, union_of
 from outrider.spec.sampling import Drafted, Trial, Verdict, draft_tokens, judge, not_finite
 from outrider.stats import RoundCounters
@@ -86,7 +86,11 @@ class Rounds:
     """
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter | None, max_width: int | None = None, sink: RouteSink | None = None
+        self,
+        target: TargetModel,
+        drafter: DrafterModel | None,
+        max_width: int | None = None,
+        sink: RouteSink | None = None,
     ) -> None:
         self.drafter = drafter
         self.counters = RoundCounters()

@@ -17,7 +17,7 @@ _PAGE = 16
 
 @triton.jit
 def _advance(
-    tokens, stops, said, turn, count, units, ids, positions, slots, tables, width,
+    tokens, stops, said, turn, count, units, ids, positions, limits, slots, tables, width,
     ROWS: tl.constexpr, STOPS: tl.constexpr, STOPPED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
@@ -38,6 +38,7 @@ def _advance(
     page = tl.load(tables + row * width + position // PAGE, mask=runs, other=0)
     tl.store(ids + row, token, mask=runs)
     tl.store(positions + row, position, mask=runs)
+    tl.store(limits + row, position, mask=runs)
     tl.store(slots + row, page * PAGE + position % PAGE, mask=runs)
 
 
@@ -50,6 +51,7 @@ def advance(
     units: Tensor,
     ids: Tensor,
     positions: Tensor,
+    limits: Tensor,
     slots: Tensor,
     tables: Tensor,
 ) -> None:
@@ -58,11 +60,11 @@ def advance(
     Args:
         tokens [R]: what was chosen, -1 for a row whose logits are not finite, which stops too.
         stops [R, MOST_STOPS]: -3 where there is none. said [turns, R]; turn [1]: the line to write next.
-        count, units [1]; ids, positions, slots [R]: as in `models/rows.py`, set for the next round.
+        count, units [1]; ids, positions, limits, slots [R]: as in `models/rows.py`, set for the next round.
         tables [sequences, pages]: pages for one token more than the round's must be there.
     """
     rows = said.shape[1]
     _advance[(1,)](
-        tokens, stops, said, turn, count, units, ids, positions, slots, tables, tables.shape[1], rows,
+        tokens, stops, said, turn, count, units, ids, positions, limits, slots, tables, tables.shape[1], rows,
         stops.shape[1], STOPPED, _PAGE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

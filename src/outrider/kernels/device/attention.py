@@ -21,7 +21,7 @@ _PAGE = 16
 
 @triton.jit
 def _partial(
-    query, keys, values, tables, unit_first, unit_rows, units, sequences, positions, sums, tops, totals,
+    query, keys, values, tables, unit_first, unit_rows, units, sequences, positions, limits, sums, tops, totals,
     scale, window, table_width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
@@ -39,8 +39,9 @@ def _partial(
         q_at = (row.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
         q = tl.load(query + q_at, mask=real[:, None] & (d[None, :] < DIM), other=0.0)
         position = tl.load(positions + row, mask=real, other=0)
+        limit = tl.load(limits + row, mask=real, other=-1)
         start = tl.load(positions + first)
-        last = start + number - 1
+        last = tl.load(limits + first + number - 1)
         table = tables + tl.load(sequences + first).to(tl.int64) * table_width
         lowest = 0
         if window > 0:
@@ -56,7 +57,7 @@ def _partial(
             readable = (at <= last)[:, None] & (d[None, :] < DIM)
             k = tl.load(keys + kv_at, mask=readable, other=0.0)
             scores = tl.dot(q, k.T) * scale
-            seen = real[:, None] & (at[None, :] <= position[:, None])
+            seen = real[:, None] & (at[None, :] <= limit[:, None])
             if window > 0:
                 seen = seen & (at[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
@@ -119,20 +120,22 @@ def attend(
     units: tuple[Tensor, Tensor, Tensor],
     sequences: Tensor,
     positions: Tensor,
+    limits: Tensor,
     count: Tensor,
     window: int | None,
     sinks: Tensor | None,
     scratch: Scratch,
     out: Tensor,
 ) -> None:
-    """Every row attends to its sequence up to itself; its own key and value are already in their page.
+    """Every row attends to its sequence up to its limit; keys and values up to there are in their pages.
 
     Args:
         query, out [R, heads, dim]; keys, values [token slots, kv_heads, dim].
         tables: int32 [sequences, pages], pages of 16 tokens in order.
         units: first row and number of rows of each unit, int32 [R] each, and how many there are, int32 [1]. A unit's
             rows have neighbouring positions in one sequence.
-        sequences, positions: int32 [R], the row's line of `tables` and its absolute position.
+        sequences, positions, limits: int32 [R], the row's line of `tables`, its absolute position, and the last
+            position that it sees (its own, or the end of a draft block); limits do not fall within a unit.
         window: how many keys a row sees, itself included; sinks [heads].
     """
     rows, heads, dim = query.shape
@@ -140,7 +143,7 @@ def attend(
     group = max(triton.next_power_of_2(heads // kv_heads), 16 // UNIT)
     pad = max(triton.next_power_of_2(dim), 16)
     _partial[(kv_heads, SPLITS, max(1, rows // 8))](
-        query, keys, values, tables, *units, sequences, positions, scratch.sums, scratch.tops, scratch.totals,
+        query, keys, values, tables, *units, sequences, positions, limits, scratch.sums, scratch.tops, scratch.totals,
         dim**-0.5, window or 0, tables.shape[1], heads, kv_heads, dim, pad, group, UNIT, BLOCK, SPLITS, _PAGE,
         num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
