@@ -97,10 +97,37 @@ def run_round(model: str, most: int) -> None:
     queued.after_forward()
     provider.commit_rows(buffers.ids, rows.kept, rows.count)
     queued.after_commit()
+    draft_round(decoder, most)
     if isinstance(kernel, Mxfp4Experts):
         for columns in (1, 4):
             wider = Mxfp4Experts(kernel._shape, columns)
             wider.run(buffers.h, provider._work, provider._work.resident, 1, buffers.inner, buffers.expert_out)
+
+
+def draft_round(decoder: Any, most: int) -> None:
+    """A block and a feed of a drafter for `decoder`'s target, in the shape of the published ones."""
+    from outrider.checkpoint.draft import draft_tensors
+    from outrider.config import DraftConfig
+    from outrider.kvcache.pages import PagePool
+    from outrider.kvcache.storage import KVStorage
+    from outrider.spec.device_drafter import DeviceDrafter
+
+    target, meta, dtype = decoder.config, torch.device("meta"), torch.bfloat16
+    gpt_oss = target.family == "gpt_oss"
+    config = DraftConfig(
+        8 if gpt_oss else 16, 1, (1, 2, 3, 4, 5), target.num_layers, target.vocab_size, target.vocab_size,
+        target.hidden_size, 1, target.num_heads, target.num_kv_heads, target.head_dim, 7680 if gpt_oss else 6144, 1e-5,
+        1e4, "bfloat16", (None,), (False,), attention_bias=gpt_oss,
+    )  # fmt: skip
+    shapes = draft_tensors(config)
+    context = KVStorage(config, PagePool(256), dtype, meta)
+    sequences = most // config.block_size
+    drafter = DeviceDrafter(
+        config, lambda name: torch.empty(shapes[name], dtype=dtype, device=meta), decoder.embedding, decoder.head, None,
+        context, most, sequences, 4096,
+    )  # fmt: skip
+    drafter._propose[most]()
+    drafter._extend[most]()
 
 
 def compile_triton(
