@@ -14,7 +14,8 @@ test: $(VENV)/installed-dev
 	$(TEST)
 
 test-gpu: $(VENV)/installed-dev
-	$(BIN)/python -m pytest tests/test_cuda.py tests/test_device_driven.py tests/test_device_kernels.py
+	$(BIN)/python -m pytest tests/test_cuda.py tests/test_device_driven.py tests/test_device_kernels.py \
+		tests/test_device_experts.py
 
 soak: $(VENV)/installed-dev
 	$(BIN)/python tests/soak.py

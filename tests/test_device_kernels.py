@@ -114,7 +114,7 @@ def test_rotation_and_pages(biased: bool, normed: bool) -> None:
     qkv = random(2, 16, width, dtype=torch.float32)
     bias = random(width) if biased else None
     norms = (random(dim, seed=1), random(dim, seed=2), 1e-6) if normed else None
-    cos, sin = rope_write.tables(torch.rand(dim // 2, device=DEVICE), 1.25, 64)
+    cos, sin = rope_write.tables(random(dim // 2, dtype=torch.float32).abs(), 1.25, 64)
     positions, slots = ints([5, 6, 63] + [0] * 13), ints([20, 3, 11] + [0] * 13)
     query = poisoned(16, heads, dim, dtype=DTYPE)
     keys, values = poisoned(32, kv_heads, dim, dtype=DTYPE), poisoned(32, kv_heads, dim, dtype=DTYPE)

@@ -3,7 +3,7 @@
 Rows of one sequence that follow each other form *units* of up to `UNIT` rows, which read the keys together. Blocks of
 `BLOCK` keys lie at fixed absolute positions, and block b belongs to split b mod `SPLITS`; a split takes its blocks in
 order, and the splits are merged in order. So a row's bits depend on its position and nothing else: a block that a row
-of the unit does not see adds exact zeros to it.
+of the unit does not see adds exact zeros to it, as long as its values are finite (0 times infinity is not 0).
 """
 
 from typing import NamedTuple
