@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider import SamplingParams
 from outrider.checkpoint.hf_config import read_config
@@ -142,19 +143,29 @@ def test_both_families_and_forms_of_experts(tmp_path: Path, name: str) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "gpt_oss-bf16-tied-sharded", "qwen3_moe"])
-def test_logits_are_near_those_of_the_host_driven_engine_in_float32(tmp_path: Path, name: str) -> None:
+def test_logits_are_as_near_to_float32_as_those_of_the_host_driven_engine(tmp_path: Path, name: str) -> None:
+    """A router near a tie may choose otherwise in bfloat16: the host-driven engine says how far that goes."""
     MAKERS[name](tmp_path)
-    device = build_engine(str(tmp_path), EngineOptions(parse_slots("50%"), driver="device"))
-    host = build_engine(str(tmp_path), EngineOptions(device="cpu", dtype="float32"))
-    prompt = ids(3, 90, host.config.vocab_size)
-    both = []
-    for engine in (device, host):
-        target, table = engine.rounds._target, PageTable(engine.kv.pool)
-        hidden, _ = target.forward(Phase.PREFILL, [table], [prompt], Observation(()))
-        both.append(target.logits(hidden).float().cpu())
-        engine.close()
-    error = float((both[0] - both[1]).norm() / both[1].norm())
-    assert 0 < error < 0.03  # bfloat16 weights and activations against float32
+    exact, host, device = (
+        prefill_logits(tmp_path, options)
+        for options in (
+            EngineOptions(device="cpu", dtype="float32"),
+            EngineOptions(device="cpu", dtype="bfloat16"),
+            EngineOptions(parse_slots("50%"), driver="device"),
+        )
+    )
+    assert 0 < (device - exact).norm() < 1.2 * (host - exact).norm()
+    assert 0 < (device - exact).norm(dim=-1).median() < 1.2 * (host - exact).norm(dim=-1).median()
+
+
+def prefill_logits(folder: Path, options: EngineOptions) -> Tensor:
+    """float32 [90, vocabulary] on the CPU, of one seeded prompt."""
+    engine = build_engine(str(folder), options)
+    target, table = engine.rounds._target, PageTable(engine.kv.pool)
+    hidden, _ = target.forward(Phase.PREFILL, [table], [ids(3, 90, engine.config.vocab_size)], Observation(()))
+    logits = target.logits(hidden).float().cpu()
+    engine.close()
+    return logits
 
 
 @on_gpu

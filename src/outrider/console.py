@@ -39,8 +39,13 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def show(value: Any, render: Callable[[Any], RenderableType], as_json: bool) -> None:
-    """`value.to_dict()` as JSON, or what `render` makes of it."""
+def show(value: Any, render: Callable[[Any], RenderableType], as_json: bool, output: Path | None = None) -> None:
+    """`value.to_dict()` as JSON, or what `render` makes of it; the JSON goes to the file `output`, too.
+
+    Raises: ConfigError if the file cannot be written.
+    """
+    if output is not None:
+        write_json(output, value.to_dict())
     if as_json:
         print_json(value.to_dict())
     else:

@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
-from outrider.commands.options import Device, Draft, Driver, Dtype, Json, MaxTokens, Model, Threads, given_ids
+from outrider.commands.options import (
+    Device,
+    Draft,
+    Driver,
+    Dtype,
+    Json,
+    MaxTokens,
+    Model,
+    Output,
+    Threads,
+    given_ids,
+)
 from outrider.commands.run import DEMO_PROMPT
 from outrider.config import parse_slots, parse_width
-from outrider.console import errors, progress_bars, show, write_json
+from outrider.console import errors, progress_bars, show
 from outrider.errors import ConfigError
 
 
@@ -61,7 +72,7 @@ def residency(
     threads: Threads = None,
     max_tokens: MaxTokens = 128,
     repeats: Annotated[int, typer.Option(help="Runs a row.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Decode with fewer and fewer experts resident: speed, hit rate, cold bytes, and whether a token changes."""
@@ -84,14 +95,12 @@ def residency(
             dtype=dtype,
             threads=threads,
         )
-    if output is not None:
-        write_json(output, result.to_dict())
-    show(result, bench.render, as_json)
+    show(result, bench.render, as_json, output)
 
 
 def kernels(
     repeats: Annotated[int, typer.Option(help="Replays a row.")] = 9,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """The kernels of expert memory alone on this GPU, beside the limits that their bytes imply."""
@@ -99,9 +108,7 @@ def kernels(
 
     with progress_bars(unit="kernels") as progress:
         result = bench.bench_kernels(repeats, progress)
-    if output is not None:
-        write_json(output, result.to_dict())
-    show(result, bench.render, as_json)
+    show(result, bench.render, as_json, output)
 
 
 def step(
@@ -114,7 +121,7 @@ def step(
     policies: Annotated[str, typer.Option(help="Policies to measure.")] = "decayed-lfu",
     ablate: Annotated[bool, typer.Option(help="Also without overlap, and without graphs.")] = False,
     repeats: Annotated[int, typer.Option(help="Runs a row.")] = 7,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Decoding steps of a full-size synthetic target on this GPU, beside what cold bytes alone would cost."""
@@ -133,9 +140,7 @@ def step(
     ]
     with progress_bars(unit="settings") as progress:
         result = bench.bench_step(model, settings, repeats, progress)
-    if output is not None:
-        write_json(output, result.to_dict())
-    show(result, bench.render, as_json)
+    show(result, bench.render, as_json, output)
 
 
 def prefill(
@@ -146,7 +151,7 @@ def prefill(
         str, typer.Option(help="Of the decoding beside: own, uniform, or a recorded trace.")
     ] = "uniform",
     repeats: Annotated[int, typer.Option(help="Runs a row.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Prompts of a full-size synthetic target on this GPU, and what they do to the cache of a running decode."""
@@ -155,9 +160,7 @@ def prefill(
     lengths = [int(length) for length in tokens.split(",")]
     with progress_bars(unit="prompts") as progress:
         result = bench.bench_prefill(model, expert_slots.split(","), lengths, routing, repeats, progress)
-    if output is not None:
-        write_json(output, result.to_dict())
-    show(result, bench.render, as_json)
+    show(result, bench.render, as_json, output)
 
 
 def tables(

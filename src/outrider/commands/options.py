@@ -1,6 +1,7 @@
 """Options that several commands share, and how their text is read."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from outrider.errors import RequestError
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or 'demo'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Output = Annotated[Path | None, typer.Option(help="Also write the JSON here.")]
 Slots = Annotated[str, typer.Option(help="Experts that may be resident: 50%, 6GiB in all, or slots per layer.")]
 Policy = Annotated[PolicyName, typer.Option(help="Which resident expert is evicted.")]
 Device = Annotated[DeviceName, typer.Option(help="Where to compute.")]

@@ -71,11 +71,11 @@ class DeviceTarget:
         """As `Target.forward`, but the rows that it returns are those that `logits` takes: behind the final norm."""
         spans, batch = self._batch(tables, tokens)
         self._rows.set(spans)
-        buffers = self._buffers[bucket_for(batch.spans[-1].stop)]
+        count = batch.spans[-1].stop
+        buffers = self._buffers[bucket_for(count)]
         self.provider.begin_step(phase)
         self._forwards[buffers.rows]()
         self._last = buffers
-        count = batch.spans[-1].stop
         for layer, ids in enumerate(buffers.ids[:, :count]):
             observer.routed(layer, ids)
         for layer, tap in buffers.taps.items():
@@ -88,7 +88,7 @@ class DeviceTarget:
         tiled = -(-len(hidden) // linear.ROWS) * linear.ROWS
         x = torch.nn.functional.pad(hidden, (0, 0, 0, tiled - len(hidden)))
         out = torch.empty(1, tiled, len(head), dtype=torch.float32, device=self._device)
-        linear.project(x, head, out, torch.tensor([tiled], dtype=torch.int32, device=self._device))
+        linear.project(x, head, out, torch.full((1,), tiled, dtype=torch.int32, device=self._device))
         return out[0, : len(hidden)]
 
     def commit(self, kept_rows: Sequence[int]) -> None:
@@ -142,17 +142,15 @@ class DeviceTarget:
         self._queued.after_commit()
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> tuple[list[RowsOf], Batch]:
-        spans, rows = [], []
-        ids: list[int] = []
+        """The rows to set, and the batch as views of them: it holds until the next step sets its own."""
+        spans: list[Span] = []
+        rows = []
+        end = 0
         for table, own in zip(tables, tokens, strict=True):
             start, stop = table.length, table.length + len(own)
             table.append(len(own))
-            ids += own
             rows.append(RowsOf(own, start, table.slots(start, stop), table.pages))
-            spans.append(Span(len(ids) - len(own), len(ids), start, torch.empty(0)))
-        positions = [p for span in rows for p in range(span.position, span.position + len(span.tokens))]
-        slots = [slot for span in rows for slot in span.slots]
-        return rows, Batch(self._tensor(ids), self._tensor(positions), self._tensor(slots), tuple(spans))
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+            spans.append(Span(end, end + len(own), start, self._rows.tables[len(spans)]))
+            end += len(own)
+        views = self._rows
+        return rows, Batch(views.ids[:end], views.positions[:end], views.slots[:end], tuple(spans))

@@ -10,7 +10,7 @@ from torch import Tensor
 class Span:
     """Consecutive rows of one sequence: batch rows [start, stop), the first at absolute position `position`.
 
-    `pages`: int64 pages of the sequence, padded to whole attention splits.
+    `pages`: integer pages of the sequence, padded to whole attention splits.
     """
 
     start: int
@@ -21,7 +21,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """All rows of a step: int64 [rows] token ids, absolute positions and KV token slots, and one span a sequence."""
+    """All rows of a step: integer [rows] token ids, absolute positions and KV token slots, and one span a sequence."""
 
     token_ids: Tensor
     positions: Tensor
