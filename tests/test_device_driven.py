@@ -12,7 +12,7 @@ from outrider import SamplingParams
 from outrider.checkpoint.hf_config import read_config
 from outrider.config import EngineOptions, parse_slots
 from outrider.core import ExpertKey, Phase
-from outrider.engine import build, device_target
+from outrider.engine import build, device_target, queued_rounds
 from outrider.engine.build import _driver, build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.queued_rounds import MOST_ROUNDS
@@ -21,6 +21,7 @@ from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.home import PackedRecords
 from outrider.experts.store import MappedStore
 from outrider.kvcache.pages import PageTable
+from outrider.spec import device_drafter
 from outrider.spec.observation import Observation
 from outrider.spec.session import SpecSession
 from pairs import finish, greedy, ids, make_pair, open_pair
@@ -108,6 +109,32 @@ def test_widths_may_change_from_round_to_round(plain: list[list[int]]) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("width", ["auto", 4])
+def test_rounds_without_the_host_are_those_with_it(plain: list[list[int]], width: str | int) -> None:
+    """Tokens, and what was drafted, tested and accepted at each place; with stop tokens in the middle of blocks."""
+    counted = []
+    for queued in (True, False):
+        engine = open_demo("50%", "demo", width=width)
+        stops = [frozenset(said[i] for i in (len(said) // 2, -3)) for said in plain]
+        params = [greedy(TOKENS, stop_token_ids=tuple(own)) for own in stops]
+        if queued:
+            sessions = [run(engine, [prompt], own)[0] for prompt, own in zip(PROMPTS, params, strict=True)]
+        else:
+            sessions = [engine.begin_session(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
+            for session in sessions:
+                finish(engine, [session])
+        assert [s.output for s in sessions] == [
+            said[: min(said.index(stop) for stop in own) + 1] for said, own in zip(plain, stops, strict=True)
+        ]
+        seen = engine.stats()
+        assert seen.draft_seconds is not None and 0 < seen.draft_seconds < seen.decode_seconds  # type: ignore[operator]
+        told = [seen.rounds, seen.tokens_generated, seen.drafted_tokens, seen.tested_drafts, seen.accepted_drafts]
+        counted.append([told, seen.acceptance_by_position, seen.expert_accesses, seen.decode_steps])
+        engine.close()
+    assert counted[0] == counted[1]
+
+
+@on_gpu
 def test_sampled_tokens_do_not_depend_on_residency(plain: list[list[int]]) -> None:
     said = []
     for slots in ("100%", "25%"):
@@ -119,9 +146,10 @@ def test_sampled_tokens_do_not_depend_on_residency(plain: list[list[int]]) -> No
 
 @on_gpu
 def test_without_graphs_the_same_kernels_give_the_same(plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_target, "captured", lambda run: run)
+    for module in (device_target, queued_rounds, device_drafter):
+        monkeypatch.setattr(module, "captured", lambda run: run)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: pytest.fail("a graph was replayed"))
-    engine = open_demo("50%")
+    engine = open_demo("50%", "demo")
     assert outputs(engine, greedy(TOKENS)) == plain
     engine.close()
 
@@ -227,6 +255,24 @@ def test_a_stop_ends_the_rounds_that_are_queued(tmp_path: Path) -> None:
     assert stopped.output == session.output[: session.output.index(stop) + 1]
     assert engine.kv.pool.num_used == 0
     engine.close()
+
+
+@on_cpu
+@pytest.mark.parametrize("draft", [{"reduced_vocab": 40}, {"sample_from_anchor": True}])
+def test_rounds_with_drafts_give_the_host_driven_tokens_and_counts(tmp_path: Path, draft: dict[str, object]) -> None:
+    make_pair(tmp_path, "qwen3_moe", block=4, **draft)
+    both = []
+    for driver in ("host", "device"):
+        options = {"device": "cpu", "driver": driver, "prefill_chunk": 16, "max_batch": 2, "max_context": 32}
+        engine = open_pair(tmp_path, "50%", width=3, **options)
+        prompts = [ids(seed, length, engine.config.vocab_size) for seed, length in ((1, 14), (2, 7))]
+        said = [session.output for session in run(engine, prompts, greedy(6))]
+        seen = engine.stats().to_dict()
+        kept = ("expert_", "prefill_", "cold", "evict", "rounds", "drafted", "tested", "accept", "decode_steps")
+        both.append((said, {name: value for name, value in seen.items() if name.startswith(kept)}))
+        assert engine.kv.pool.num_used == 0
+        engine.close()
+    assert both[0] == both[1]
 
 
 @on_cpu

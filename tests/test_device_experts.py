@@ -25,7 +25,6 @@ from outrider.experts.layout import ExpertLayout
 from outrider.experts.policy import LRU, DecayedLFU
 from outrider.kernels import mxfp4
 from outrider.kernels.device import (
-    advance,
     attention,
     choose,
     commit,
@@ -234,26 +233,6 @@ def test_sinks_far_from_every_score(device: torch.device, sink: float) -> None:
     paged, sinks = Paged(device, (9,), 2, 1, 16), torch.tensor([sink, 0.5], device=device, dtype=DTYPE)
     (got,) = paged.run([Query(0, 8, 8)], [1], None, sinks)
     assert torch.isfinite(got).all() and near(got, paged.expected(Query(0, 8, 8), None, sinks))
-
-
-@pytest.mark.parametrize(("tokens", "ends"), [([60, 9, 5], False), ([8, 60, 5], True), ([8, 9, -1], True)])
-def test_a_stop_token_stops_its_own_sequence_only(device: torch.device, tokens: list[int], ends: bool) -> None:
-    """Three of four rows, the last place of a stop list, tables wider than a bucket; one end ends the round of all."""
-    stops = full(device, -3, 4, advance.MOST_STOPS, dtype=torch.int32)
-    stops[1, -1], stops[3, 0] = 60, 5
-    said, turn = full(device, KEPT, 4, 4, dtype=torch.int32), ints(device, 2)
-    count, units = ints(device, 3), ints(device, 3)
-    ids, positions, limits, slots = (ints(device, *row) for row in ([1] * 4, [31, 14, 63, 40], [0] * 4, [0] * 4))
-    tables = torch.arange(20, dtype=torch.int32, device=device).flip(0).view(4, 5).contiguous()
-    advance.advance(ints(device, *tokens, 60), stops, said, turn, count, units, ids, positions, limits, slots, tables)
-    assert said.tolist() == [[KEPT] * 4] * 2 + [[*tokens, advance.STOPPED]] + [[KEPT] * 4] and turn.item() == 3
-    if ends:
-        assert (count.item(), units.item(), ids.tolist(), limits.tolist()) == (0, 0, [1] * 4, [0] * 4)
-        assert (positions.tolist(), slots.tolist()) == ([31, 14, 63, 40], [0] * 4)
-    else:
-        assert (count.item(), units.item(), ids.tolist()) == (3, 3, [*tokens, 1])
-        assert (positions.tolist(), limits.tolist()) == ([32, 15, 64, 40], [32, 15, 64, 0])
-        assert slots.tolist() == [int(tables[r, p // 16]) * 16 + p % 16 for r, p in enumerate((32, 15, 64))] + [0]
 
 
 Dense = dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]

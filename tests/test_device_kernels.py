@@ -14,7 +14,6 @@ from outrider.core import ExpertWeights
 from outrider.experts.layout import ExpertLayout
 from outrider.kernels import mxfp4
 from outrider.kernels.device import (
-    advance,
     attention,
     choose,
     embed,
@@ -227,28 +226,6 @@ def test_fetch_copies_what_it_is_told() -> None:
     tables = [torch.tensor([r.data_ptr() for r in t], device=DEVICE) for t in (source, target)]
     fetch(tables[0][[2, 0, 1]], tables[1], count(2), 66048)
     assert torch.equal(target.cpu()[:2], source[[2, 0]]) and (target[2] == 0).all()
-
-
-def test_the_next_round_and_the_end_of_one() -> None:
-    tables = ints([[4, 9, 2], [7, 3, 1]])  # type: ignore[list-item]
-    said, turn = poisoned(3, 4, dtype=torch.int32), ints([0])
-    stops = torch.full((4, advance.MOST_STOPS), -3, dtype=torch.int32, device=DEVICE)
-    stops[1, 5] = 60
-    rows, units = ints([2]), ints([2])
-    ids, positions, slots = ints([1, 1, -7, -7]), ints([15, 30, -7, -7]), ints([0, 0, -7, -7])
-    limits = positions.clone()
-    state = (stops, said, turn, rows, units, ids, positions, limits, slots, tables)
-    advance.advance(ints([50, 51, -7, -7]), *state)
-    assert torch.equal(limits, positions)
-    assert (ids.tolist(), positions.tolist(), slots.tolist()) == ([50, 51, -7, -7], [16, 31, -7, -7], [144, 63, -7, -7])
-    advance.advance(ints([52, 60, -7, -7]), *state)
-    assert (rows.item(), units.item(), ids.tolist()[:2]) == (0, 0, [50, 51])
-    advance.advance(ints([1, 2, 3, 4]), *state)
-    assert said.tolist() == [[50, 51, -2, -2], [52, 60, -2, -2], [-2, -2, -2, -2]] and turn.item() == 3
-    rows.fill_(1)
-    turn.fill_(0)
-    advance.advance(ints([-1, 0, 0, 0]), *state)
-    assert rows.item() == 0 and said[0, 0] == -1  # logits that are not finite
 
 
 @pytest.mark.parametrize("biased", [False, True])

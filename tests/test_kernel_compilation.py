@@ -106,22 +106,26 @@ def run_round(config: Any, policy: Any, most: int) -> None:
     provider._layers = {layer: min(layer, 1) for layer in range(config.num_layers)}
     trace = torch.empty(64, config.num_layers, config.experts_per_token, dtype=torch.uint8, device=meta)
     rows = Rows(most, most, 256, meta)
-    buffers = Buffers(config, most, most, (1,), dtype, None)
+    buffers = Buffers(config, most, most, (1, 2, 3, 4, 5), dtype, None)
     kv = KVStorage(config, PagePool(256), dtype, meta)
-    queued = QueuedRounds(decoder, rows, buffers)
-    decoder.forward(rows, buffers, kv, Replayed(provider, trace))
-    queued.after_forward()
-    provider.commit_rows(buffers.ids, rows.kept, rows.count)
-    queued.after_commit()
-    draft_round(decoder, most)
+    replayed, drafter = Replayed(provider, trace), drafter_of(decoder, most)
+
+    def forward(bucket: Buffers) -> None:
+        decoder.forward(rows, bucket, kv, replayed)
+
+    for draft, width in ((None, 1), (drafter, drafter.config.num_drafts + 1)):
+        sequences = most // drafter.config.block_size
+        QueuedRounds(
+            decoder.head, rows, {most: buffers}, forward, provider, draft, width, sequences, graphs=False
+        )._run(most, most)
     if isinstance(kernel, Mxfp4Experts):
         for columns in (1, 2, 4):
             wider = Mxfp4Experts(kernel._shape, columns)
             wider.run(buffers.h, provider._work, provider._work.resident, 1, buffers.inner, buffers.expert_out)
 
 
-def draft_round(decoder: Any, most: int) -> None:
-    """A block and a feed of a drafter for `decoder`'s target, in the shape of the published ones."""
+def drafter_of(decoder: Any, most: int) -> Any:
+    """A drafter for `decoder`'s target, in the shape of the published ones but one layer deep."""
     from outrider.checkpoint.draft import draft_tensors
     from outrider.config import DraftConfig
     from outrider.kvcache.pages import PagePool
@@ -138,12 +142,10 @@ def draft_round(decoder: Any, most: int) -> None:
     shapes = draft_tensors(config)
     context = KVStorage(config, PagePool(256), dtype, meta)
     sequences = most // config.block_size
-    drafter = DeviceDrafter(
+    return DeviceDrafter(
         config, lambda name: torch.empty(shapes[name], dtype=dtype, device=meta), decoder.embedding, decoder.head, None,
         context, most, sequences, 4096,
     )  # fmt: skip
-    drafter._propose[most]()
-    drafter._extend[most]()
 
 
 def compile_triton(

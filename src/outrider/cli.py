@@ -38,6 +38,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(bench, name="bench")
+bench.command("round")(measure.dflash_round)
 for measurement in (measure.residency, measure.kernels, measure.step, measure.prefill, measure.tables):
     bench.command()(measurement)
 

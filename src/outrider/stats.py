@@ -40,6 +40,7 @@ class RoundCounters:
     """Running counts of rounds since the last reset; a round is one verify of one sequence.
 
     `tested[i]`, `accepted[i]`: rounds that put d_{i+1} to the test, and those in which it and all before it stood.
+    draft_seconds: None where some rounds' drafting could not be told from their verifying.
     """
 
     rounds: int = 0
@@ -48,8 +49,18 @@ class RoundCounters:
     drafted: int = 0
     tested: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    draft_seconds: float = 0.0
+    draft_seconds: float | None = 0.0
     verify_seconds: float = 0.0
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Tokens a round, None before the first."""
+        return self.tokens / self.rounds if self.rounds else None
+
+    def add_drafting(self, seconds: float | None) -> None:
+        """Time that drafting took; None where nobody could tell, and then the sum is None."""
+        known = self.draft_seconds is not None and seconds is not None
+        self.draft_seconds = self.draft_seconds + seconds if known else None  # type: ignore[operator]
 
     def count(self, tested: int, accepted: int, tokens: int) -> None:
         """One round that tested so many drafts, accepted so many and emitted so many tokens."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from outrider.bench.replay import Replayed
+from outrider.checkpoint.draft import draft_tensors
 from outrider.checkpoint.inventory import dense_tensors, expert_nbytes, expert_parts
-from outrider.config import ModelConfig, PolicyName, SlotBudget
+from outrider.config import DraftConfig, ModelConfig, PolicyName, SlotBudget
 from outrider.core import ExpertKey, Phase
 from outrider.engine.build_device import expert_kernel
 from outrider.engine.device_target import DeviceTarget
@@ -25,6 +26,8 @@ from outrider.kvcache.pages import PagePool, PageTable, pages_for
 from outrider.kvcache.storage import KVStorage
 from outrider.models.device_decoder import DeviceDecoder
 from outrider.models.rows import BUCKETS
+from outrider.models.target import QueuedTokens
+from outrider.spec.device_drafter import DeviceDrafter, block_pages
 
 _DISTINCT = 4
 _SCALES = (115 + SCALE_SHIFT, 119 + SCALE_SHIFT)
@@ -50,6 +53,7 @@ class SyntheticTarget:
         graphs: bool = True,
         home: Home | None = None,
         trace: Tensor | None = None,
+        draft: DraftConfig | None = None,
     ) -> None:
         self.config, device, dtype = config, torch.device("cuda"), torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
@@ -80,7 +84,8 @@ class SyntheticTarget:
         if resident:
             for _ in self.provider.preload((key, records[(key.layer + key.expert) % _DISTINCT]) for key in keys):
                 pass
-        decoder = DeviceDecoder(config, lambda name: _weight(config, name, generator), context + room)
+        shapes = dense_tensors(config)
+        decoder = DeviceDecoder(config, lambda name: _random(name, shapes[name].shape, generator), context + room)
         pool = PagePool(pages_for(context + room))
         self.kv = KVStorage(config, pool, dtype, device)
         for layer in range(config.num_layers):
@@ -89,16 +94,22 @@ class SyntheticTarget:
         self.table = PageTable(pool)
         self.table.append(context)
         experts = None if trace is None else Replayed(self.provider, trace)
-        self.target = DeviceTarget(decoder, self.kv, self.provider, rows, 1, pool.num_pages, (), graphs, experts)
-        self._anchor = 1
+        drafter, width = None, 1
+        if draft:
+            width = draft.num_drafts + 1
+            drafter = _drafter(draft, decoder, pool, rows, context + room, generator)
+        self.target = DeviceTarget(
+            decoder, self.kv, self.provider, rows, 1, pool.num_pages, drafter, width, graphs, experts
+        )
+        self._anchor, self._room = 1, room
 
-    def decode(self, rounds: int) -> list[int]:
+    def decode(self, rounds: int) -> list[QueuedTokens]:
         """Run that many rounds and take them back from the page table, so that the context stays as long as it was."""
         start = self.table.length
-        said = self.target.decode([self.table], [self._anchor], [frozenset()], rounds)
+        said = [own for (own,) in self.target.decode([self.table], [self._anchor], [self._room], [frozenset()], rounds)]
         self.table.truncate(start)
-        self._anchor = said[-1][0]
-        return [tokens[0] for tokens in said]
+        self._anchor = said[-1].tokens[-1]
+        return said
 
     def prefill(self, tokens: int) -> None:
         """Run a prompt of so many random tokens in chunks of the target's largest bucket, then forget it."""
@@ -136,8 +147,22 @@ def random_record(kernel: ExpertKernel, layout: ExpertLayout, generator: torch.G
     return record
 
 
-def _weight(config: ModelConfig, name: str, generator: torch.Generator) -> Tensor:
-    shape = dense_tensors(config)[name].shape
+def _drafter(
+    config: DraftConfig, decoder: DeviceDecoder, pool: PagePool, rows: int, positions: int, generator: torch.Generator
+) -> DeviceDrafter:
+    """With random weights and a random context, for one sequence."""
+    shapes = draft_tensors(config)
+    context = KVStorage(config, pool, torch.bfloat16, generator.device, more_pages=block_pages(config))
+    for layer in range(config.num_layers):
+        for part in context.layer(layer):
+            part.normal_(generator=generator)
+    return DeviceDrafter(
+        config, lambda name: _random(name, shapes[name], generator), decoder.embedding, decoder.head, None, context,
+        rows, 1, positions,
+    )  # fmt: skip
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     weight = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     if "norm" in name:
         return weight.fill_(1.0)

@@ -34,7 +34,13 @@ def markdown(results: Path) -> str:
     sections = [PREFACE]
     found = [
         (path, kind, render)
-        for kind, render in (("kernels", _kernels), ("step", _steps), ("prefill", _prefill), ("residency", _residency))
+        for kind, render in (
+            ("kernels", _kernels),
+            ("step", _steps),
+            ("round", _rounds),
+            ("prefill", _prefill),
+            ("residency", _residency),
+        )
         for path in sorted(results.glob(f"*/{kind}*.json"))
     ]
     if not found:
@@ -105,6 +111,39 @@ def step_cells(row: dict[str, Any]) -> list[str]:
         format_bytes(row["cold_bytes"]),
         "-" if expected is None else f"{step['median'] / expected:.2f}x of {expected * 1e3:.2f} ms",
         f"{row['hbm_share']:.0%}",
+    ]
+
+
+def _rounds(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"A block, its verify and its acceptance behind {result['context']} tokens, routed by "
+        f"{Path(result['routing']).stem}; copy engine {result['dma_bytes_per_second'] / 1e9:.1f} GB/s.",
+        "",
+        f"| {' | '.join(ROUND_HEADER)} |",
+        f"|{'--:|' * len(ROUND_HEADER)}",
+    ]
+    return [*lines, *(f"| {' | '.join(round_cells(row))} |" for row in result["rows"])]
+
+
+ROUND_HEADER = (
+    "slots", "rows", "tokens", "round", "draft", "verify", "accept", "hit rate", "cold/round", "of expected",
+    "the host meanwhile",
+)  # fmt: skip
+
+
+def round_cells(row: dict[str, Any]) -> list[str]:
+    """One row of a result of `bench round` as text."""
+    times, expected = row["times"], row["expected"]
+    return [
+        row["expert_slots"],
+        str(row["rows"]),
+        f"{row['tokens']:.2f}",
+        f"{times['median'] * 1e3:.2f} ms ({times['fastest'] * 1e3:.2f}-{times['slowest'] * 1e3:.2f})",
+        *(f"{row[part] * 1e3:.3f} ms" for part in ("draft", "verify", "accept")),
+        f"{row['hit_rate']:.1%}",
+        format_bytes(row["cold_bytes"]),
+        "-" if expected is None else f"{times['median'] / expected:.2f}x of {expected * 1e3:.2f} ms",
+        ", ".join(f"{number} {name}" for name, number in row["host_calls"].items()),
     ]
 
 

@@ -83,7 +83,12 @@ def read_draft_config(folder: Path) -> DraftConfig:
     Raises: CheckpointError naming the field that is missing, ill-typed, contradictory or asks for something unknown.
     """
     path = folder / "config.json" if folder.is_dir() else folder
-    fields = Fields(read_json(path), path)
+    return parse_draft_config(read_json(path), path)
+
+
+def parse_draft_config(raw: Mapping[str, Any], path: Path) -> DraftConfig:
+    """As `read_draft_config`, of a JSON object; `path` is its origin for errors."""
+    fields = Fields(dict(raw), path)
     if fields.raw.get("speculators_model_type") is not None:
         return _speculators(fields)
     architectures = fields.raw.get("architectures")

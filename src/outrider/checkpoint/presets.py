@@ -6,9 +6,10 @@ Each is the published `config.json` less the fields that say nothing about the m
 from pathlib import Path
 from typing import Any
 
+from outrider.checkpoint.draft_config import ARCHITECTURE, parse_draft_config
 from outrider.checkpoint.hf_config import parse_config
 from outrider.checkpoint.shards import read_json
-from outrider.config import ModelConfig
+from outrider.config import DraftConfig, ModelConfig
 from outrider.errors import CheckpointError
 
 
@@ -91,6 +92,39 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
     "qwen3-coder-30b-a3b": _QWEN3_CODER_30B_A3B,
 }
+
+
+def _dflash(target: str, layers: int, block_size: int, mask: int, taps: list[int], inner: int) -> dict[str, Any]:
+    own = PRESETS[target]
+    same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "vocab_size")
+    kept = (*same, "max_position_embeddings", "rope_theta", "rope_scaling", "rms_norm_eps", "hidden_act")
+    return {key: own[key] for key in kept} | {
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "intermediate_size": inner,
+        "num_target_layers": own["num_hidden_layers"],
+        "block_size": block_size,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": taps},
+    }
+
+
+DRAFT_PRESETS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": _dflash("gpt-oss-20b", 8, 8, 200000, [1, 6, 11, 16, 21], 7680),
+    "gpt-oss-120b": _dflash("gpt-oss-120b", 8, 10, 200000, [1, 9, 17, 25, 33], 7680),
+    "qwen3-coder-30b-a3b": _dflash("qwen3-coder-30b-a3b", 8, 16, 151669, [1, 12, 23, 34, 45], 6144),
+}
+"""Shapes of the published z-lab drafts, by their target's name."""
+
+
+def load_draft_config(target: str) -> DraftConfig:
+    """The config of the published draft of the preset `target`.
+
+    Raises: CheckpointError if there is none.
+    """
+    if target not in DRAFT_PRESETS:
+        raise CheckpointError(f"no draft of '{target}' is known; those of {', '.join(DRAFT_PRESETS)} are")
+    return parse_draft_config(DRAFT_PRESETS[target], Path(target))
 
 
 def raw_config(source: str | Path) -> tuple[dict[str, Any], Path]:

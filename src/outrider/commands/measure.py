@@ -143,6 +143,24 @@ def step(
     show(result, bench.render, as_json, output)
 
 
+def dflash_round(
+    model: Annotated[str, typer.Argument(help="Preset whose draft's shape is known, such as gpt-oss-20b.")],
+    expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,50%,25%",
+    context: Annotated[int, typer.Option(help="Tokens before the first that is measured.")] = 1024,
+    routing: Annotated[str, typer.Option(help="own, uniform, or a recorded trace.")] = "uniform",
+    trace: Annotated[Path | None, typer.Option(help="Also write a profiler's trace here, for Perfetto.")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs a row.")] = 7,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """DFlash rounds of a full-size synthetic target and draft on this GPU: draft, verify, accept."""
+    from outrider.bench import dflash_round as bench
+
+    with progress_bars(unit="residencies") as progress:
+        result = bench.bench_round(model, expert_slots.split(","), context, routing, repeats, trace, progress)
+    show(result, bench.render, as_json, output)
+
+
 def prefill(
     model: Annotated[str, typer.Argument(help="Preset such as gpt-oss-20b, or a config.json.")],
     expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,50%",

@@ -67,23 +67,24 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     decoder: Decoder | DeviceDecoder
     provider: HostProvider | DeviceProvider
     target: TargetModel
+    drafter: DrafterModel | None = None
+
+    def shared(decoder: "Decoder | DeviceDecoder") -> tuple[Weights, Tensor, Tensor, Tensor | None]:
+        assert draft
+        own = _DenseLoader(draft.elements(), "loading the draft", device, dtype, progress)
+        return _shared_with(draft, decoder, own.of(draft.tensor))
+
     if driver == "device":
         from outrider.engine.build_device import build_device
 
-        taps = draft.config.tap_layers if draft else ()
-        decoder, provider, target, probed = build_device(parts, most_rows, taps, progress)
+        drafting = (draft.config, shared) if draft else None
+        decoder, provider, target, drafter, probed = build_device(
+            parts, drafting, most_rows, _width(options, draft), progress
+        )
     else:
         decoder, provider, target, probed = build_host(parts, progress)
-    drafter: DrafterModel | None = None
-    if draft:
-        loader = _DenseLoader(draft.elements(), "loading the draft", device, dtype, progress)
-        shared = _shared_with(draft, decoder, loader.of(draft.tensor))
-        if driver == "device":
-            from outrider.engine.build_device import device_drafter
-
-            drafter = device_drafter(draft.config, shared, parts, pool, most_rows)
-        else:
-            drafter = Drafter(draft.config, *shared, _pages(draft.config, pool, dtype, device))
+        if draft:
+            drafter = Drafter(draft.config, *shared(decoder), _pages(draft.config, pool, dtype, device))
     route_ahead = RouteAheadStatistics(provider.expert_nbytes) if options.route_ahead_stats else None
     width = options.width if isinstance(options.width, int) else None
     rounds = Rounds(target, drafter, width, route_ahead)
@@ -130,8 +131,12 @@ def _device_terms(
 
 def _most_rows(options: EngineOptions, draft: DraftCheckpoint | None) -> int:
     """The most rows of one step."""
-    width = options.width if isinstance(options.width, int) else draft.config.num_drafts + 1 if draft else 1
-    return max(options.prefill_chunk, options.max_batch * width)
+    return max(options.prefill_chunk, options.max_batch * _width(options, draft))
+
+
+def _width(options: EngineOptions, draft: DraftCheckpoint | None) -> int:
+    """The most rows of a sequence in a verify."""
+    return options.width if isinstance(options.width, int) else draft.config.num_drafts + 1 if draft else 1
 
 
 class _DenseLoader:

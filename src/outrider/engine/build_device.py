@@ -1,6 +1,7 @@
 """Expert memory that the device drives: packed records, slots, provider, and the captured target."""
 
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import islice
 
@@ -16,7 +17,7 @@ from outrider.experts.home import Home, PackedRecords
 from outrider.kernels.device.experts import ExpertKernel, ExpertShape
 from outrider.kernels.device.mxfp4 import Mxfp4Experts
 from outrider.kernels.device.plain import PlainExperts
-from outrider.kvcache.pages import PagePool, pages_for
+from outrider.kvcache.pages import pages_for
 from outrider.kvcache.storage import KVStorage
 from outrider.models.device_decoder import Buffers, DeviceDecoder
 from outrider.models.layers import Weights
@@ -24,6 +25,9 @@ from outrider.models.rows import BUCKETS, bucket_for
 from outrider.spec.device_drafter import DeviceDrafter, block_pages
 
 _PROBE_BYTES = 512 << 20
+
+Draft = tuple[DraftConfig, Callable[[DeviceDecoder], tuple[Weights, Tensor, Tensor, Tensor | None]]]
+"""A draft and what its drafter is made of: weights, embedding, head, and target ids of a vocabulary of its own."""
 
 
 def unfit_for_device(config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -59,9 +63,10 @@ def working_nbytes(
 
 
 def build_device(
-    parts: Parts, rows: int, taps: tuple[int, ...], progress: Progress
-) -> tuple[DeviceDecoder, DeviceProvider, DeviceTarget, float | None]:
-    """Decoder, provider and target for steps of up to `rows` rows; measured bytes per second of the fetch."""
+    parts: Parts, draft: Draft | None, rows: int, width: int, progress: Progress
+) -> tuple[DeviceDecoder, DeviceProvider, DeviceTarget, DeviceDrafter | None, float | None]:
+    """Decoder, provider, target and drafter for steps of up to `rows` rows, of which a verify has up to `width` of a
+    sequence; measured bytes per second of the fetch."""
     config, options, device = parts.checkpoint.config, parts.options, parts.device
     decoder = DeviceDecoder(config, parts.weights, parts.max_context)
     kernel = expert_kernel(config, parts.dtype)
@@ -89,21 +94,16 @@ def build_device(
             progress("loading experts", done * nbytes, total)
     probed = _probe(provider, home) if home and options.probe_copies and device.type == "cuda" else None
     pages = pages_for(parts.max_context)
-    target = DeviceTarget(decoder, parts.kv, provider, rows, options.max_batch, pages, taps)
-    return decoder, provider, target, probed
+    drafter = _drafter(parts, draft, decoder, rows) if draft else None
+    target = DeviceTarget(decoder, parts.kv, provider, rows, options.max_batch, pages, drafter, width)
+    return decoder, provider, target, drafter, probed
 
 
-def device_drafter(
-    config: DraftConfig,
-    shared: tuple[Weights, Tensor, Tensor, Tensor | None],
-    parts: Parts,
-    pool: PagePool,
-    rows: int,
-) -> DeviceDrafter:
-    """A captured drafter; `shared`: its weights, embedding, head, and target ids of a vocabulary of its own."""
+def _drafter(parts: Parts, draft: Draft, decoder: DeviceDecoder, rows: int) -> DeviceDrafter:
+    config, shared = draft
     sequences = parts.options.max_batch
-    context = KVStorage(config, pool, parts.dtype, parts.device, more_pages=sequences * block_pages(config))
-    return DeviceDrafter(config, *shared, context, rows, sequences, parts.max_context)
+    context = KVStorage(config, parts.kv.pool, parts.dtype, parts.device, more_pages=sequences * block_pages(config))
+    return DeviceDrafter(config, *shared(decoder), context, rows, sequences, parts.max_context)
 
 
 def _probe(provider: DeviceProvider, home: Home) -> float:

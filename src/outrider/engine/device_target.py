@@ -13,13 +13,15 @@ from outrider.core import ExpertKey, Phase
 from outrider.engine.queued_rounds import MOST_ROUNDS, QueuedRounds
 from outrider.experts.device_provider import DeviceProvider
 from outrider.kernels.device import linear
-from outrider.kernels.device.advance import MOST_STOPS
 from outrider.kernels.device.graph import captured
+from outrider.kernels.device.set_rows import MOST_STOPS
 from outrider.kvcache.pages import PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.batch import Batch, Observer, Span
 from outrider.models.device_decoder import Buffers, DeviceDecoder, DeviceExperts
 from outrider.models.rows import Rows, RowsOf, bucket_for, buckets_up_to
+from outrider.models.target import QueuedTokens, RoundTimes
+from outrider.spec.device_drafter import DeviceDrafter
 
 
 class DeviceTarget:
@@ -27,7 +29,8 @@ class DeviceTarget:
 
     Args:
         rows: most rows of a step; sequences: most sequences of a step; pages: most pages of one.
-        taps: layers whose residual stream a drafter reads. graphs: off runs the same kernels one by one.
+        drafter: what drafts in rounds without the host, whose verifies have up to `width` rows of a sequence.
+        graphs: off runs the same kernels one by one.
         experts: stands between decoder and provider, None: nothing does.
     """
 
@@ -41,7 +44,8 @@ class DeviceTarget:
         rows: int,
         sequences: int,
         pages: int,
-        taps: tuple[int, ...],
+        drafter: DeviceDrafter | None = None,
+        width: int = 1,
         graphs: bool = True,
         experts: DeviceExperts | None = None,
     ) -> None:
@@ -51,19 +55,21 @@ class DeviceTarget:
         self._experts = experts or provider
         self._rows = Rows(rows, sequences, pages, self._device)
         self._buckets = buckets_up_to(rows)
-        most = self._buckets[-1]
+        most, taps = self._buckets[-1], drafter.config.tap_layers if drafter else ()
         plan = [Buffers(config, bucket, most, taps, table.dtype, None).nbytes for bucket in self._buckets]
         memory = torch.zeros(max(plan), dtype=torch.uint8, device=self._device)
         self._buffers = {b: Buffers(config, b, most, taps, table.dtype, memory) for b in self._buckets}
         self._last = self._buffers[self._buckets[0]]
-        self._queued = QueuedRounds(decoder, self._rows, self._buffers[bucket_for(sequences)])
+        self._width = width
+        self.times: RoundTimes | None = None
+        self._queued = QueuedRounds(
+            decoder.head, self._rows, self._buffers, self._run, provider, drafter, width, sequences, graphs
+        )
         self._forwards: dict[int, Callable[[], None]] = {
             bucket: partial(self._run, own) for bucket, own in self._buffers.items()
         }
-        self._round: Callable[[], None] = self._run_round
         if graphs and self._device.type == "cuda":
             self._forwards = {bucket: captured(run) for bucket, run in self._forwards.items()}
-            self._round = captured(self._run_round)
 
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
@@ -108,38 +114,32 @@ class DeviceTarget:
         return self.provider.expert_nbytes
 
     def decode(
-        self, tables: Sequence[PageTable], anchors: Sequence[int], stops: Sequence[frozenset[int]], rounds: int
-    ) -> list[list[int]]:
+        self,
+        tables: Sequence[PageTable],
+        anchors: Sequence[int],
+        left: Sequence[int],
+        stops: Sequence[frozenset[int]],
+        rounds: int,
+    ) -> list[list[QueuedTokens]]:
         """See `RoundQueue`."""
-        spans = []
-        for table, anchor in zip(tables, anchors, strict=True):
-            start = table.length
-            table.append(rounds)
-            spans.append(RowsOf([anchor], start, table.slots(start, start + 1), table.pages))
-        self._rows.set(spans)
-        self._queued.start(stops)
+        lengths = [table.length for table in tables]
+        for table, most in zip(tables, left, strict=True):
+            table.append(min(rounds * self._width, most))
+        self._queued.start(tables, anchors, lengths, left, stops)
         self.provider.begin_step(Phase.DECODE)
-        for _ in range(rounds):
-            self._round()
+        self._last = self._queued.run(rounds, len(tables))
         said = self._queued.read(rounds, len(tables))
+        self.times = self._queued.times(len(said))
         self.provider.count_steps(len(said))
-        self._last = self._buffers[bucket_for(len(self._rows.tables))]
         return said
 
-    def routes(self, sequences: int) -> list[list[list[int]]]:
+    def routes(self, rows: int) -> list[list[list[int]]]:
         """See `RoundQueue`."""
-        ids: list[list[list[int]]] = self._last.ids[:, :sequences].tolist()
+        ids: list[list[list[int]]] = self._last.ids[:, :rows].tolist()
         return ids
 
     def _run(self, buffers: Buffers) -> None:
         self.decoder.forward(self._rows, buffers, self.kv, self._experts)
-
-    def _run_round(self) -> None:
-        buffers = self._buffers[bucket_for(len(self._rows.tables))]
-        self._run(buffers)
-        self._queued.after_forward()
-        self.provider.commit_rows(buffers.ids, self._rows.kept, self._rows.count)
-        self._queued.after_commit()
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> tuple[list[RowsOf], Batch]:
         """The rows to set, and the batch as views of them: it holds until the next step sets its own."""

@@ -128,7 +128,8 @@ class Buffers:
         self.ids = self._carve(torch.int32, config.num_layers, rows, k)
         self.mix = self._carve(f32, rows, k)
         self.expert_out = self._carve(f32, rows * k, hidden)
-        self.taps = {layer: self._carve(dtype, rows, hidden) for layer in taps}
+        self.features = self._carve(dtype, rows, len(taps) * hidden)
+        self.taps = dict(zip(taps, self.features.split(hidden, dim=1), strict=True)) if taps else {}
         self.scratch = attention.Scratch(
             self._carve(f32, rows, heads, attention.SPLITS, dim),
             self._carve(f32, rows, heads, attention.SPLITS),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.device.attention import UNIT
+from outrider.kernels.device.set_rows import RowColumns
 
 BUCKETS = (16, 32, 64, 128, 256, 512)
 """Row counts that forwards are captured for."""
@@ -36,7 +37,7 @@ class Rows:
         count [1]: rows that exist. units: first row and rows of each attention unit [R], and how many [1].
         ids, positions, limits, slots, sequences, kept [R]: token, absolute position, last position that it sees, KV
             token slot, line of `tables`, and 1 for a row that a commit keeps.
-        tables [sequences, pages]: pages of each sequence in order.
+        tables [sequences, pages]: pages of each sequence in order. columns: all that the device may set itself.
     """
 
     def __init__(self, most: int, sequences: int, pages: int, device: torch.device) -> None:
@@ -49,6 +50,9 @@ class Rows:
         self.count, number, *columns = self._views(self._device_buffer)
         self.ids, self.positions, self.limits, self.slots, self.sequences, self.kept, first, rows = columns
         self.units = (first, rows, number)
+        self.columns = RowColumns(
+            self.count, self.ids, self.positions, self.limits, self.slots, self.sequences, *self.units, self.tables
+        )
         self._copied = torch.cuda.Event() if pinned else None
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
@@ -70,13 +74,18 @@ class Rows:
             for start in range(at, end, UNIT):
                 first[unit], rows[unit] = start, min(UNIT, end - start)
                 unit += 1
-            self._table_staging[line, : len(span.pages)] = torch.tensor(span.pages, dtype=torch.int32)
             at = end
         kept[:at] = 1
         kept[at:] = 0
         count[0], number[0] = at, unit
         self._device_buffer.copy_(self._staging, non_blocking=True)
-        self.tables[: len(spans)].copy_(self._table_staging[: len(spans)], non_blocking=True)
+        self._copy_tables([span.pages for span in spans])
+        self._record()
+
+    def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """Queue the copy of the sequences' pages alone: the device makes the rows."""
+        self._wait()
+        self._copy_tables(tables)
         self._record()
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -87,6 +96,11 @@ class Rows:
         kept[torch.tensor(rows, dtype=torch.int64)] = 1
         self.kept.copy_(kept, non_blocking=True)
         self._record()
+
+    def _copy_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        for line, pages in enumerate(tables):
+            self._table_staging[line, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.tables[: len(tables)].copy_(self._table_staging[: len(tables)], non_blocking=True)
 
     def _wait(self) -> None:
         """The staging memory may be written when its last copy is over."""

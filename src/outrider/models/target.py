@@ -1,6 +1,7 @@
 """The target with its KV pages and expert memory: token ids of several sequences in, residual rows out."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,24 +14,58 @@ from outrider.models.batch import Batch, Observer, Span
 from outrider.models.decoder import Decoder
 
 
+@dataclass(frozen=True)
+class QueuedTokens:
+    """What a queued round gave a sequence.
+
+    Attributes:
+        tokens: the new ones, -1 for logits that are not finite (then nothing follows).
+        accepted: drafts that stood; None where the drafter's logits were not finite.
+        rows: rows that were verified.
+    """
+
+    tokens: list[int]
+    accepted: int | None
+    rows: int
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of queued rounds by the device's clock, in all: drafting, verifying, and from one verify to the next
+    draft (acceptance, commit, context), the last round's excepted."""
+
+    draft: float
+    verify: float
+    accept: float
+
+
 class RoundQueue(Protocol):
-    """Runs rounds of plain greedy decoding one behind the other, without the host between them."""
+    """Runs greedy rounds one behind the other, without the host between them."""
 
     most_rounds: int
     most_stops: int
 
     def decode(
-        self, tables: Sequence[PageTable], anchors: Sequence[int], stops: Sequence[frozenset[int]], rounds: int
-    ) -> list[list[int]]:
-        """At most `rounds` rounds, fewer where a sequence stops; committed.
+        self,
+        tables: Sequence[PageTable],
+        anchors: Sequence[int],
+        left: Sequence[int],
+        stops: Sequence[frozenset[int]],
+        rounds: int,
+    ) -> list[list[QueuedTokens]]:
+        """At most `rounds` rounds, fewer where a sequence ends; committed, the drafter's context included.
 
-        The tables grow by `rounds` tokens each: the caller truncates them to what ran.
+        Args: left: tokens that may still follow. The tables grow, by no more than that: the caller truncates them.
 
-        Returns: tokens [rounds that ran][sequences]; -1 for logits that are not finite.
+        Returns: [rounds that ran][sequences].
         """
 
-    def routes(self, sequences: int) -> list[list[list[int]]]:
-        """Expert ids [layers][sequences][k] of the last round that ran."""
+    def routes(self, rows: int) -> list[list[list[int]]]:
+        """Expert ids [layers][rows][k] of the last round that ran, which had so many rows."""
+
+    @property
+    def times(self) -> RoundTimes | None:
+        """Of the last `decode`; None where the device has no clock."""
 
 
 class TargetModel(Protocol):

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from outrider.config import DraftConfig
 from outrider.kernels.device import attention, linear, rope_write
+from outrider.kernels.device.choose import Scratch, choose
 from outrider.kernels.device.embed import embed
 from outrider.kernels.device.graph import captured
 from outrider.kernels.device.norm import add_norm
+from outrider.kernels.device.set_rows import Standing, set_block_rows
 from outrider.kernels.device.swiglu import swiglu
 from outrider.kernels.rope import rope_frequencies
 from outrider.kvcache.pages import PAGE_SIZE, PageTable, pages_for
@@ -70,16 +72,18 @@ class DeviceDrafter:
         self._layers = [_load(config, weights, layer) for layer in range(config.num_layers)]
         self._norm = weights("norm.weight")
         frequencies, factor = rope_frequencies(config.head_dim, config.rope_theta, config.yarn)
-        own = block_pages(config)
+        own, most = block_pages(config), bucket_for(sequences * config.block_size)
         self._tables = rope_write.tables(frequencies.to(device), factor, positions + config.block_size)
-        self._rows = Rows(bucket_for(sequences * config.block_size), sequences, pages_for(positions) + own, device)
+        self._rows = Rows(most, sequences, pages_for(positions) + own, device)
         self._fed = Rows(bucket_for(rows), 1, 1, device)
-        self._blocks = {
-            b: _Blocks(config, b, len(head), embedding) for b in buckets_up_to(sequences * config.block_size)
-        }
+        self._blocks = {b: _Blocks(config, b, len(head), embedding) for b in buckets_up_to(most)}
         self._feeds = {b: _Feed(config, b, self._features.shape[1], dtype, device) for b in buckets_up_to(rows)}
         self._propose: dict[int, Callable[[], None]] = {b: partial(self._run, own) for b, own in self._blocks.items()}
-        self._extend: dict[int, Callable[[], None]] = {b: partial(self._feed, own) for b, own in self._feeds.items()}
+        self._extend: dict[int, Callable[[], None]] = {
+            b: partial(self._extended, own) for b, own in self._feeds.items()
+        }
+        self._choices = torch.zeros(most, dtype=torch.int32, device=device)
+        self._scratch = Scratch(most, len(head), device)
         if graphs and device.type == "cuda":
             self._propose = {b: captured(run) for b, run in self._propose.items()}
             self._extend = {b: captured(run) for b, run in self._extend.items()}
@@ -96,11 +100,10 @@ class DeviceDrafter:
 
     def propose(self, anchors: Sequence[int], tables: Sequence[PageTable]) -> Tensor:
         """As `Drafter.propose`."""
-        config, size, own = self.config, self.config.block_size, block_pages(self.config)
+        config, size = self.config, self.config.block_size
         spans = []
         for line, (anchor, table) in enumerate(zip(anchors, tables, strict=True)):
-            behind = self.context.pool.num_pages + line * own
-            pages = [*table.pages, *range(behind, behind + own)]
+            pages = self._pages(line, table)
             places = range(table.length, table.length + size)
             slots = [pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
             ids = [anchor, *[config.mask_token_id] * (size - 1)]
@@ -115,10 +118,30 @@ class DeviceDrafter:
         wide[..., self._target_ids] = logits
         return wide
 
-    def _feed(self, b: "_Feed") -> None:
-        """Features to keys and values of the context."""
-        count, eps, dim = self._fed.count, self.config.rms_norm_eps, self.config.head_dim
-        linear.project(b.features, self._features, b.projected, count)
+    # --- queued on the current stream, for rounds without the host ----------------------------------------------------
+
+    def start(self, tables: Sequence[PageTable]) -> None:
+        """Before the first of several rounds; the tables have pages for all of them."""
+        self._rows.set_tables([self._pages(line, table) for line, table in enumerate(tables)])
+
+    def draft(self, standing: Standing, bucket: int) -> Tensor:
+        """A block behind every anchor, in a bucket of block rows.
+
+        Returns: int32, d_1 of sequence s at s * block_size; -1 for logits that are not finite.
+        """
+        blocks, count = self._blocks[bucket], self._rows.count
+        set_block_rows(standing, self._rows.columns, self.config.block_size, self.config.mask_token_id)
+        self._run(blocks)
+        choose(blocks.logits[0], self._choices, count, self._scratch)
+        if self._target_ids is not None:
+            known = self._target_ids[self._choices.clamp(min=0)]
+            self._choices.copy_(torch.where(self._choices < 0, self._choices, known))
+        return self._choices[self.config.first_draft_row :]
+
+    def feed(self, features: Tensor, positions: Tensor, slots: Tensor, count: Tensor) -> None:
+        """Features [R, taps * hidden] of a bucket to keys and values of the context; int32 [R], count [1]."""
+        b, eps, dim = self._feeds[len(features)], self.config.rms_norm_eps, self.config.head_dim
+        linear.project(features, self._features, b.projected, count)
         b.x.zero_()
         add_norm(b.x, b.projected, None, self._features_norm, eps, b.h, count)
         for index, layer in enumerate(self._layers):
@@ -126,9 +149,20 @@ class DeviceDrafter:
             bias = None if layer.qkv_bias is None else layer.qkv_bias[first:]
             linear.project(b.h, layer.qkv[first:], b.kv, count)
             rope_write.rope_write(
-                b.kv, bias, layer.qk_norms, *self._tables, self._fed.positions, self._fed.slots, b.query,
-                *self.context.layer(index), count,
+                b.kv, bias, layer.qk_norms, *self._tables, positions, slots, b.query, *self.context.layer(index), count,
             )  # fmt: skip
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _pages(self, line: int, table: PageTable) -> list[int]:
+        """Pages of a sequence and of its block behind them."""
+        own = block_pages(self.config)
+        behind = self.context.pool.num_pages + line * own
+        return [*table.pages, *range(behind, behind + own)]
+
+    def _extended(self, b: "_Feed") -> None:
+        fed, bucket = self._fed, len(b.x)
+        self.feed(b.features, fed.positions[:bucket], fed.slots[:bucket], fed.count)
 
     def _run(self, b: "_Blocks") -> None:
         """Blocks to logits."""

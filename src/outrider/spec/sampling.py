@@ -68,7 +68,7 @@ def draft_tokens(logits: Tensor, asked: Sequence[tuple[SamplingParams, int]]) ->
     """
     top = logits.amax(-1)
     if not bool(torch.isfinite(top).all()):
-        raise RequestError("the drafter gave infinite or NaN logits; its checkpoint is damaged, or needs dtype float32")
+        raise draft_not_finite()
     drafted = []
     for own, (params, emitted) in zip(logits, asked, strict=True):
         if params.temperature == 0:
@@ -97,6 +97,11 @@ def judge(trials: Sequence[Trial]) -> list[Verdict]:
             group = [trials[i] for i in mine]
             verdicts |= zip(mine, (_judge_greedy if greedy else _judge_sampled)(group), strict=True)
     return [verdicts[i] for i in range(len(trials))]
+
+
+def draft_not_finite() -> RequestError:
+    """What is raised for a drafter whose logits cannot be compared."""
+    return RequestError("the drafter gave infinite or NaN logits; its checkpoint is damaged, or needs dtype float32")
 
 
 def not_finite(position: int) -> RequestError:

@@ -5,9 +5,12 @@ in each call, until it is finished. A call that fails leaves its sessions as the
 order raises RuntimeError. Without a drafter a round drafts nothing and its verify gives one token: plain decoding.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
 from time import perf_counter
 from typing import Literal
 
@@ -15,12 +18,12 @@ import torch
 from torch import Tensor
 
 from outrider.core import Phase, RouteSink
-from outrider.models.target import TargetModel
+from outrider.models.target import QueuedTokens, TargetModel
 from outrider.scheduler.sequence import Sequence
 from outrider.spec.acceptance import committed_rows
 from outrider.spec.drafter import DrafterModel
 from outrider.spec.observation import Observation, Union, nbytes_of, union_of
-from outrider.spec.sampling import Drafted, Trial, Verdict, draft_tokens, judge, not_finite
+from outrider.spec.sampling import Drafted, Trial, Verdict, draft_not_finite, draft_tokens, judge, not_finite
 from outrider.stats import RoundCounters
 
 Projection = Literal["none", "previous-round"]
@@ -133,7 +136,7 @@ class Rounds:
         for session, draft in zip(sessions, drafts, strict=True):
             session.draft = draft
         self.counters.drafted += sum(len(draft.tokens) for draft in drafts)
-        self.counters.draft_seconds += perf_counter() - began
+        self.counters.add_drafting(perf_counter() - began)
         return results
 
     def verify_round(self, sessions: Seq[SpecSession], widths: Seq[int] | None = None) -> list[VerifyResult]:
@@ -163,42 +166,45 @@ class Rounds:
         return results
 
     def queued_rounds(self, sessions: Seq[SpecSession]) -> list[list[int]] | None:
-        """Several rounds of plain greedy decoding without the host between them; the new tokens of each session.
+        """Several greedy rounds without the host between them; the new tokens of each session.
 
-        None where that cannot be: a drafter, a sink, sampling, a pending draft, too many stop tokens, or a target
-        whose rounds the host drives.
+        None where that cannot be: a sink, sampling, a pending draft, too many stop tokens, or a target whose rounds the
+        host drives.
         """
         queue = self._target.queue
-        if (
-            queue is None
-            or self.drafter
-            or self._sink
-            or not all(_can_be_queued(s, queue.most_stops) for s in sessions)
-        ):
+        if queue is None or self._sink or not all(_can_be_queued(s, queue.most_stops) for s in sessions):
             return None
         began = perf_counter()
         for session in _distinct(sessions):
             _check_running(session)
         tables = [session.table for session in sessions]
         starts = [table.length for table in tables]
+        left = [session.remaining for session in sessions]
         with ExitStack() as undo:
             for table, start in zip(tables, starts, strict=True):
                 undo.callback(table.truncate, start)
-            rounds = min(queue.most_rounds, *(session.remaining for session in sessions))
-            said = queue.decode(tables, [s.anchor for s in sessions], [s.stop_ids for s in sessions], rounds)
-            if -1 in said[-1]:
-                raise not_finite(starts[said[-1].index(-1)] + len(said) - 1)
-            routes = queue.routes(len(sessions))
+            rounds = min(queue.most_rounds, ceil(min(left) / (self.counters.mean_tokens or 1)))
+            anchors, stops = [s.anchor for s in sessions], [s.stop_ids for s in sessions]
+            said = queue.decode(tables, anchors, left, stops, rounds)
+            of_each = list(zip(*said, strict=True))
+            for start, own in zip(starts, of_each, strict=True):
+                _check_finite(start, own)
+            widths = [own[-1].rows for own in of_each]
+            routes = dict(enumerate(queue.routes(sum(widths))))
             undo.pop_all()
-        for row, (session, start) in enumerate(zip(sessions, starts, strict=True)):
-            session.table.truncate(start + len(said))
-            session.extend(tokens[row] for tokens in said)
-            session.draft = None
-            session.last_union = union_of(dict(enumerate(routes)), range(row, row + 1))
-            for _ in said:
-                self.counters.count(0, 0, 1)
-        self.counters.verify_seconds += perf_counter() - began
-        return [[tokens[row] for tokens in said] for row in range(len(sessions))]
+        ends = accumulate(widths)
+        for session, start, own, width, end in zip(sessions, starts, of_each, widths, ends, strict=True):
+            kept = sum(committed_rows(each.accepted or 0, each.rows, len(each.tokens)) for each in own)
+            session.table.truncate(start + kept)
+            session.extend(token for each in own for token in each.tokens)
+            session.draft, session.last_union = None, union_of(routes, range(end - width, end))
+            for each in own:
+                self._count(each)
+        drafting = queue.times.draft if queue.times else None
+        if self.drafter:
+            self.counters.add_drafting(drafting)
+        self.counters.verify_seconds += perf_counter() - began - (drafting or 0.0)
+        return [[token for each in own for token in each.tokens] for own in of_each]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -267,6 +273,14 @@ class Rounds:
         self.counters.count(outcome.tested, outcome.accepted, len(outcome.tokens))
         return VerifyResult(tuple(outcome.tokens), outcome.accepted, len(outcome.kept), session.finished, outcome.union)
 
+    def _count(self, said: QueuedTokens) -> None:
+        """A queued round; what lies behind a stop was not put to the test."""
+        drafts = self.drafter.config.num_drafts if self.drafter else 0
+        accepted, tokens = said.accepted or 0, len(said.tokens)
+        stopped = tokens < min(accepted + 1, said.rows)
+        self.counters.drafted += drafts
+        self.counters.count(tokens if stopped else min(said.rows, drafts), min(accepted, tokens), tokens)
+
     def _judge(
         self, sessions: Seq[SpecSession], hidden: Tensor, widths: Seq[int], drafts: Seq[Drafted]
     ) -> list[Verdict]:
@@ -299,6 +313,16 @@ def _distinct(sessions: Seq[SpecSession]) -> Seq[SpecSession]:
 
 def _can_be_queued(session: SpecSession, most_stops: int) -> bool:
     return session.params.temperature == 0 and session.draft is None and len(session.stop_ids) <= most_stops
+
+
+def _check_finite(start: int, rounds: Iterable[QueuedTokens]) -> None:
+    """Raises: RequestError for logits of one sequence, `start` tokens long before, that are not finite."""
+    for said in rounds:
+        if said.accepted is None:
+            raise draft_not_finite()
+        if -1 in said.tokens:
+            raise not_finite(start + said.tokens.index(-1))
+        start += len(said.tokens)
 
 
 def _check_running(session: SpecSession) -> None:

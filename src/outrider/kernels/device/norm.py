@@ -13,7 +13,7 @@ from outrider.kernels.rms_norm import rms_norm
 
 @triton.jit
 def _add_norm(
-    x, terms, mix, bias, weight, h, tap, count, eps, H, h_stride, term_stride, row_stride,
+    x, terms, mix, bias, weight, h, tap, count, eps, H, h_stride, tap_stride, term_stride, row_stride,
     TERMS: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, TAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -33,7 +33,7 @@ def _add_norm(
     summed = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + total).to(x.dtype.element_ty)
     tl.store(place, summed, mask=inside)
     if TAPPED:
-        tl.store(tap + row.to(tl.int64) * H + at, summed, mask=inside)
+        tl.store(tap + row.to(tl.int64) * tap_stride + at, summed, mask=inside)
     wide = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
     normed = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) * (wide * scale)
@@ -54,7 +54,7 @@ def add_norm(
     """x += sum of terms + bias in place, h = norm(x), tap = x.
 
     Args:
-        x, tap [R, H]; h [R, at least H].
+        x [R, H]; tap [R, H], rows may be apart; h [R, at least H].
         terms: float32 [parts, R, H]; with `mix` float32 [R, k], float32 [R * k, H]; None adds nothing.
         bias, weight [H].
     """
@@ -65,9 +65,10 @@ def add_norm(
     elif terms is not None:
         count_terms, term_stride, row_stride = len(terms), rows * hidden, hidden
     block = triton.next_power_of_2(hidden)
+    tap_stride = 0 if tap is None else tap.stride(0)
     _add_norm[(rows,)](
-        x, x if terms is None else terms, mix, bias, weight, h, tap, count, eps, hidden, h.stride(0), term_stride,
-        row_stride, count_terms, mix is not None, bias is not None, tap is not None, block,
+        x, x if terms is None else terms, mix, bias, weight, h, tap, count, eps, hidden, h.stride(0), tap_stride,
+        term_stride, row_stride, count_terms, mix is not None, bias is not None, tap is not None, block,
         num_warps=max(4, min(32, block // 128)), enable_fp_fusion=False,
     )  # fmt: skip
 
