@@ -133,10 +133,10 @@ class DeviceDrafter:
         set_block_rows(standing, self._rows.columns, self.config.block_size, self.config.mask_token_id)
         self._run(blocks)
         choose(blocks.logits[0], self._choices, count, self._scratch)
+        drafts = self._choices
         if self._target_ids is not None:
-            known = self._target_ids[self._choices.clamp(min=0)]
-            self._choices.copy_(torch.where(self._choices < 0, self._choices, known))
-        return self._choices[self.config.first_draft_row :]
+            drafts = torch.where(drafts < 0, drafts, self._target_ids[drafts.clamp(min=0)].int())
+        return drafts[self.config.first_draft_row :]
 
     def feed(self, features: Tensor, positions: Tensor, slots: Tensor, count: Tensor) -> None:
         """Features [R, taps * hidden] of a bucket to keys and values of the context; int32 [R], count [1]."""
