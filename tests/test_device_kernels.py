@@ -4,12 +4,16 @@ Outputs start poisoned, so that a row or column that should stay untouched shows
 `dot` has no bfloat16: there, everything is float32.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.bench.kernels import GPT_OSS, QWEN3_CODER
+from outrider.bench.synthetic import random_record
 from outrider.core import ExpertWeights
 from outrider.experts.layout import ExpertLayout
 from outrider.kernels import mxfp4
@@ -18,6 +22,7 @@ from outrider.kernels.device import (
     choose,
     embed,
     experts,
+    interleave,
     linear,
     mxfp4_packing,
     norm,
@@ -29,6 +34,7 @@ from outrider.kernels.device.fetch import fetch
 from outrider.kernels.device.mxfp4 import Mxfp4Experts
 from outrider.kernels.device.plain import PlainExperts
 from outrider.kernels.device.work import Work
+from outrider.models.rows import BUCKETS
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -61,7 +67,7 @@ def near(got: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize(("n", "k", "parts"), [(80, 192, 1), (80, 200, 3), (300, 130, 2), (8, 64, 1)])
 def test_projections_of_every_shape(n: int, k: int, parts: int) -> None:
-    x, weight, out = random(32, k + 8)[:, :k], random(n, k), poisoned(parts, 32, n)
+    x, weight, out = random(48, k + 8)[:, :k], random(n, k), poisoned(parts, 48, n)
     linear.project(x, weight, out, count(5))
     assert near(out[:, :5], linear.reference(x, weight, parts)[:, :5])
     assert out[:, 16:].isnan().all()  # a tile of rows that do not exist
@@ -257,6 +263,9 @@ def test_plain_experts(biased: bool) -> None:
     kernel.run(x[5:6], single, single.resident, 2, inner, again)
     kernel.run(x[5:6], single, single.absent, 2, inner, again)
     assert torch.equal(again, out[10:12]), "the rows beside a row changed its bits"
+    wide = poisoned(48, 72)
+    kernel.run(x, work, work.every, 2, inner, wide, room=torch.zeros_like(x))
+    assert torch.equal(wide, out) if GPU else near(wide, out)
 
 
 def pack_plain(kernel: PlainExperts, dense: list[Tensor], biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
@@ -285,7 +294,7 @@ def work_of(records: list[Tensor], ids: Tensor) -> Work:
     work.address.copy_(torch.tensor([record.data_ptr() for record in records]))
     work.start.copy_(torch.tensor([sum(map(len, pairs[:e])) for e in range(len(records) + 1)]))
     work.pairs.copy_(torch.tensor([pair for own in pairs for pair in own]))
-    work.bounds.copy_(torch.tensor([0, 1, len(records)]))
+    work.bounds.copy_(torch.tensor([0, 1, len(records), 0, len(records)]))
     return work
 
 
@@ -332,6 +341,50 @@ def test_mxfp4_experts(biased: bool, columns: int) -> None:
     for bounds in (single.resident, single.absent):
         kernel.run(x[9:10], single, bounds, 2, inner, again)
     assert torch.equal(again, out[18:20]), "the rows beside a row changed its bits"
+    for most in (3 * 32, 3 * 32 + 1):  # pairs for either kernel of many rows
+        wide, inner = poisoned(2 * rows, hidden), torch.zeros(2 * rows, 192, dtype=DTYPE, device=DEVICE)
+        kernel.run(x, replace(work, pairs=work.pairs.resize_(most)), work.every, 2, inner, wide, torch.zeros_like(x))
+        assert torch.equal(wide, out), "many rows at once gave other bits"
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA C++")
+@pytest.mark.parametrize("shape", [GPT_OSS, QWEN3_CODER], ids=["gpt-oss", "qwen3"])
+def test_many_rows_of_full_size_experts_give_the_bits_of_few(shape: ExpertShape) -> None:
+    """1 to 139 rows an expert, which are several passes and end within one."""
+    kernel, k = Mxfp4Experts(shape), 4
+    layout = ExpertLayout.of(kernel.parts())
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    records = [random_record(kernel, layout, generator) for _ in range(6)]
+    ids = torch.tensor([e for e, rows in enumerate((1, 15, 139, 64, 32, 33)) for _ in range(rows)])
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].view(-1, k)
+    work, x = work_of(records, ids), random(len(ids), shape.hidden)
+    few, many = poisoned(ids.numel(), shape.hidden), poisoned(ids.numel(), shape.hidden)
+    inner = torch.zeros(ids.numel(), shape.inner, dtype=DTYPE, device=DEVICE)
+    kernel.run(x, work, work.every, k, inner, few)
+    assert torch.isfinite(few).all() and few.std() > 0
+    for most in (ids.numel(), 6 * 32):
+        kernel.run(x, replace(work, pairs=work.pairs.resize_(most)), work.every, k, inner, many, torch.zeros_like(x))
+        assert torch.equal(many, few)
+
+
+@pytest.mark.skipif(not GPU, reason="tiles of the tensor cores")
+@pytest.mark.parametrize(("n", "k"), [(5120, 2880), (2880, 4096), (32, 2880), (2048, 4096), (80, 200)])
+def test_projections_have_the_same_bits_in_every_bucket(n: int, k: int) -> None:
+    x, weight, parts = random(512, k + k % 64)[:, :k], random(n, k), linear.parts_for(n, k)
+    outs = []
+    for bucket in BUCKETS:
+        outs.append(poisoned(parts, bucket, n))
+        linear.project(x[:bucket], weight, outs[-1], count(bucket))
+    for out in outs[:-1]:
+        assert torch.equal(out, outs[-1][:, : out.shape[1]])
+
+
+def test_columns_are_interleaved() -> None:
+    x = random(3, 192)
+    out = poisoned(3, 192, dtype=DTYPE)
+    interleave.interleave(x, out)
+    assert torch.equal(out, interleave.reference(x))
+    assert sorted(interleave.reference(torch.arange(64).view(1, 64)).flatten().tolist()) == list(range(64))
 
 
 @settings(max_examples=30, deadline=None)

@@ -223,6 +223,8 @@ class EngineOptions:
 
     driver: who decides about experts: "host" (Python and a copy thread, on any device) or "device" (kernels in a
         captured graph); "auto": the device on CUDA in bfloat16.
+    stream_chunk: where the device drives, prompts longer than `prefill_chunk` run in chunks of so many tokens, a
+        multiple of 512, whose absent experts pass beside the cache; 0: never.
     max_context: longest prompt + output; None: what the model allows, at most 4096.
     kv_tokens: tokens that the KV pages hold in all; None: four times `max_context`.
     threads: compute threads of this process on a CPU; None leaves torch's choice, which for a small model on a busy
@@ -237,6 +239,7 @@ class EngineOptions:
     kv_tokens: int | None = None
     max_batch: int = 16
     prefill_chunk: int = 512
+    stream_chunk: int = 4096
     probe_copies: bool = True
     threads: int | None = None
     driver: DriverName = "auto"
@@ -252,5 +255,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.stream_chunk < 0 or self.stream_chunk % 512:
+            raise ConfigError(f"stream_chunk is {self.stream_chunk}; it must be a multiple of 512, or 0 for none")
         if self.width not in ("auto", "off") and (not isinstance(self.width, int) or self.width < 1):
             raise ConfigError(f"width is {self.width!r}; it must be 'auto', 'off' or at least 1")

@@ -31,6 +31,7 @@ class ExpertCounters:
     overflow: int = 0
     steps: int = 0
     prefill_steps: int = 0
+    streamed_steps: int = 0
     exposed_fetch_seconds: float | None = 0.0
     h2d_bytes: dict[Band, int] = field(default_factory=lambda: dict.fromkeys(Band, 0))
 
@@ -124,7 +125,8 @@ class Stats:
             step ran, or the device drives (not measured yet).
         measured_h2d_bytes_per_second: probe at start on the engine's own copy path; None if not run.
         kv_occupancy_bytes: bytes of KV pages in use.
-        decode_steps, prefill_steps: target forwards.
+        decode_steps, prefill_steps: target forwards; streamed_prefill_steps: those that ran a long prompt, whose
+            absent experts pass beside the cache.
         tokens_generated, decode_tokens: output tokens in all, and those of decode steps (prefill gives the first).
         decode_seconds: wall time of rounds; None if none ran. draft_seconds: the part of it before the verify.
         rounds: verifies of one sequence. mean_acceptance_length: tokens of a round, the bonus token included, so that
@@ -160,6 +162,7 @@ class Stats:
     kv_occupancy_bytes: int
     decode_steps: int
     prefill_steps: int
+    streamed_prefill_steps: int
     tokens_generated: int
     decode_tokens: int
     decode_seconds: float | None

@@ -1,7 +1,7 @@
 """`outrider bench prefill`: prompts through a synthetic target, and what they do to the cache that decoding uses.
 
-The bound is what the copy engine alone would need for the cold bytes. A prompt runs in chunks of 512 rows, between
-which a running decode can get its turn: the time of one chunk is its stall.
+The bound is what the copy engine alone would need for the cold bytes. A prompt runs in chunks (of up to 4,096 tokens),
+between which a running decode can get its turn: the time of one chunk is its stall.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ from outrider.bench.synthetic import SyntheticTarget
 from outrider.bench.tables import PREFILL_HEADER, prefill_cells
 from outrider.bench.timing import Times
 from outrider.checkpoint.presets import load_config
-from outrider.config import parse_slots
+from outrider.config import EngineOptions, parse_slots
 from outrider.core import Progress, no_progress
 from outrider.errors import ConfigError
 from outrider.experts.home import Home
 from outrider.models.rows import BUCKETS
 
 _BURSTS = 8
+STREAM_CHUNK = EngineOptions.stream_chunk
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,13 @@ def bench_prefill(
     trace: Tensor | None = routes_of(routing, config)
     for share in slots:
         target = SyntheticTarget(
-            config, parse_slots(share), room=max(lengths) + 2048, rows=BUCKETS[-1], home=home, trace=trace
+            config,
+            parse_slots(share),
+            room=max(lengths) + 2048,
+            rows=BUCKETS[-1],
+            home=home,
+            trace=trace,
+            prompt_rows=STREAM_CHUNK,
         )
         target.provider.close.detach()  # the next residency reads the same home
         home = home or target.home
@@ -112,7 +119,7 @@ def _measure(target: SyntheticTarget, share: str, tokens: int, repeats: int, cop
         seconds.append(perf_counter() - began)
     cold = target.provider.snapshot().prefill_cold_bytes / repeats
     times = Times.of(seconds)
-    chunks = -(-tokens // BUCKETS[-1])
+    chunks = -(-tokens // STREAM_CHUNK)
     return PrefillRow(
         share,
         tokens,

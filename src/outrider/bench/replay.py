@@ -34,7 +34,16 @@ class Replayed:
         self._experts, self._trace = experts, trace
         self._cursor = torch.zeros(1, dtype=torch.int32, device=trace.device)
 
-    def run(self, layer: int, x: Tensor, ids: Tensor, count: Tensor, inner: Tensor, out: Tensor) -> None:
+    def run(
+        self,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        count: Tensor,
+        inner: Tensor,
+        out: Tensor,
+        room: Tensor | None = None,
+    ) -> None:
         """Overwrite `ids`, then run the experts."""
         tokens, layers, k = self._trace.shape
         _replay[(1,)](
@@ -50,4 +59,4 @@ class Replayed:
             triton.next_power_of_2(k),
             enable_fp_fusion=False,
         )
-        self._experts.run(layer, x, ids, count, inner, out)
+        self._experts.run(layer, x, ids, count, inner, out, room)

@@ -54,6 +54,7 @@ class SyntheticTarget:
         home: Home | None = None,
         trace: Tensor | None = None,
         draft: DraftConfig | None = None,
+        prompt_rows: int = 0,
     ) -> None:
         self.config, device, dtype = config, torch.device("cuda"), torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
@@ -99,9 +100,9 @@ class SyntheticTarget:
             width = draft.num_drafts + 1
             drafter = _drafter(draft, decoder, pool, rows, context + room, generator)
         self.target = DeviceTarget(
-            decoder, self.kv, self.provider, rows, 1, pool.num_pages, drafter, width, graphs, experts
+            decoder, self.kv, self.provider, rows, 1, pool.num_pages, drafter, width, prompt_rows, graphs, experts
         )
-        self._anchor, self._room = 1, room
+        self._anchor, self._room, self._chunk = 1, room, prompt_rows or BUCKETS[-1]
 
     def decode(self, rounds: int) -> list[QueuedTokens]:
         """Run that many rounds and take them back from the page table, so that the context stays as long as it was."""
@@ -112,13 +113,14 @@ class SyntheticTarget:
         return said
 
     def prefill(self, tokens: int) -> None:
-        """Run a prompt of so many random tokens in chunks of the target's largest bucket, then forget it."""
+        """Run a prompt of so many random tokens in the target's longest chunks, then forget it."""
         table = PageTable(self.kv.pool)
         ids = torch.randint(
             0, self.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)
         ).tolist()
-        for start in range(0, tokens, BUCKETS[-1]):
-            self.target.forward(Phase.PREFILL, [table], [ids[start : start + BUCKETS[-1]]], _Nobody())
+        chunk = self._chunk
+        for start in range(0, tokens, chunk):
+            self.target.forward(Phase.PREFILL, [table], [ids[start : start + chunk]], _Nobody())
             self.target.commit([])
         torch.cuda.synchronize()
         table.release()

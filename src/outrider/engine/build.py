@@ -48,8 +48,9 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     device = _device(options)
     dtype = _dtype(options, device)
     most_rows = _most_rows(options, draft)
-    driver, note = _driver(config, options, most_rows, device, dtype)
     max_context = _context(config, options)
+    prompt_rows = _prompt_rows(options, max_context)
+    driver, note = _driver(config, options, most_rows, device, dtype)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
@@ -58,7 +59,9 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     resident = min(slots.values()) == config.num_experts
     kv_tokens = options.kv_tokens or 4 * max_context
     record = mapped.layout.record_nbytes
-    extra = _device_terms(config, options, draft, most_rows, record, dtype) if driver == "device" else {}
+    extra: dict[str, int] = {}
+    if driver == "device":
+        extra = _device_terms(config, options, draft, most_rows, prompt_rows, list(slots.values()), record, dtype)
     _check_memory(checkpoint, draft, mapped, sum(slots.values()), extra, resident, kv_tokens, device, dtype)
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
     pool = PagePool(pages_for(kv_tokens))
@@ -79,7 +82,7 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
 
         drafting = (draft.config, shared) if draft else None
         decoder, provider, target, drafter, probed = build_device(
-            parts, drafting, most_rows, _width(options, draft), progress
+            parts, drafting, most_rows, prompt_rows, _width(options, draft), progress
         )
     else:
         decoder, provider, target, probed = build_host(parts, progress)
@@ -88,7 +91,8 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     route_ahead = RouteAheadStatistics(provider.expert_nbytes) if options.route_ahead_stats else None
     width = options.width if isinstance(options.width, int) else None
     rounds = Rounds(target, drafter, width, route_ahead)
-    scheduler = Scheduler[SpecSession](pool, options.max_batch, options.prefill_chunk)
+    streamed = prompt_rows if driver == "device" else 0
+    scheduler = Scheduler[SpecSession](pool, options.max_batch, options.prefill_chunk, streamed)
     return Engine(checkpoint, decoder, provider, kv, rounds, scheduler, max_context, probed, route_ahead, note)
 
 
@@ -116,17 +120,26 @@ def _device_terms(
     options: EngineOptions,
     draft: DraftCheckpoint | None,
     rows: int,
+    prompt_rows: int,
+    slots: list[int],
     record: int,
     dtype: torch.dtype,
 ) -> dict[str, int]:
     """What a device that drives needs beside weights, slots and KV, in bytes."""
     from outrider.engine.build_device import working_nbytes
-    from outrider.experts.device_provider import staging_slots
+    from outrider.experts.device_provider import places_for, staging_slots
 
     taps = draft.config.tap_layers if draft else ()
     passing = staging_slots(config.num_experts, config.experts_per_token, rows)
+    passing += 2 * places_for(config.num_experts, slots) if prompt_rows else 0
     terms = {f"{passing} places for experts that pass": passing * record} if passing else {}
-    return terms | working_nbytes(config, rows, options.max_batch, taps, dtype)
+    return terms | working_nbytes(config, rows, prompt_rows, options.max_batch, taps, dtype)
+
+
+def _prompt_rows(options: EngineOptions, max_context: int) -> int:
+    """Rows of the longest chunk of a long prompt, 0 if there are none."""
+    most = -(-max_context // 512) * 512
+    return 0 if max_context <= options.prefill_chunk else min(options.stream_chunk, most)
 
 
 def _most_rows(options: EngineOptions, draft: DraftCheckpoint | None) -> int:

@@ -19,7 +19,7 @@ from outrider.kernels.device.mxfp4 import Mxfp4Experts
 from outrider.kernels.device.plain import PlainExperts
 from outrider.kvcache.pages import pages_for
 from outrider.kvcache.storage import KVStorage
-from outrider.models.device_decoder import Buffers, DeviceDecoder
+from outrider.models.device_decoder import Buffers, DeviceDecoder, LongBuffers
 from outrider.models.layers import Weights
 from outrider.models.rows import BUCKETS, bucket_for
 from outrider.spec.device_drafter import DeviceDrafter, block_pages
@@ -54,19 +54,24 @@ def expert_kernel(config: ModelConfig, dtype: torch.dtype) -> ExpertKernel:
 
 
 def working_nbytes(
-    config: ModelConfig, rows: int, sequences: int, taps: tuple[int, ...], dtype: torch.dtype
+    config: ModelConfig, rows: int, prompt_rows: int, sequences: int, taps: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, int]:
-    """Bytes on the device beside weights, slots and KV, by what they are for; steps have up to `rows` rows."""
+    """Bytes on the device beside weights, slots and KV, by what they are for; steps have up to `rows` rows, those of
+    long prompts up to `prompt_rows`."""
     most, queued = bucket_for(rows), bucket_for(sequences)
+    buffers = Buffers(config, most, most, taps, dtype, None)
+    activations = buffers.nbytes
+    if prompt_rows:
+        activations += LongBuffers(config, prompt_rows, buffers, taps, dtype, torch.device("meta")).nbytes
     logits = 4 * config.vocab_size * (queued + most)  # those of queued rounds, and of a verify
-    return {"activations": Buffers(config, most, most, taps, dtype, None).nbytes, "logits": logits}
+    return {"activations": activations, "logits": logits}
 
 
 def build_device(
-    parts: Parts, draft: Draft | None, rows: int, width: int, progress: Progress
+    parts: Parts, draft: Draft | None, rows: int, prompt_rows: int, width: int, progress: Progress
 ) -> tuple[DeviceDecoder, DeviceProvider, DeviceTarget, DeviceDrafter | None, float | None]:
     """Decoder, provider, target and drafter for steps of up to `rows` rows, of which a verify has up to `width` of a
-    sequence; measured bytes per second of the fetch."""
+    sequence, and for long prompts of up to `prompt_rows`; measured bytes per second of the fetch."""
     config, options, device = parts.checkpoint.config, parts.options, parts.device
     decoder = DeviceDecoder(config, parts.weights, parts.max_context)
     kernel = expert_kernel(config, parts.dtype)
@@ -95,7 +100,7 @@ def build_device(
     probed = _probe(provider, home) if home and options.probe_copies and device.type == "cuda" else None
     pages = pages_for(parts.max_context)
     drafter = _drafter(parts, draft, decoder, rows) if draft else None
-    target = DeviceTarget(decoder, parts.kv, provider, rows, options.max_batch, pages, drafter, width)
+    target = DeviceTarget(decoder, parts.kv, provider, rows, options.max_batch, pages, drafter, width, prompt_rows)
     return decoder, provider, target, drafter, probed
 
 

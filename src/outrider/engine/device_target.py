@@ -13,12 +13,14 @@ from outrider.core import ExpertKey, Phase
 from outrider.engine.queued_rounds import MOST_ROUNDS, QueuedRounds
 from outrider.experts.device_provider import DeviceProvider
 from outrider.kernels.device import linear
+from outrider.kernels.device.attention import PROMPT_UNIT
 from outrider.kernels.device.graph import captured
 from outrider.kernels.device.set_rows import MOST_STOPS
 from outrider.kvcache.pages import PageTable
 from outrider.kvcache.storage import KVStorage
 from outrider.models.batch import Batch, Observer, Span
-from outrider.models.device_decoder import Buffers, DeviceDecoder, DeviceExperts
+from outrider.models.device_decoder import Buffers, DeviceDecoder, DeviceExperts, LongBuffers
+from outrider.models.long_prompt import LongPrompt
 from outrider.models.rows import Rows, RowsOf, bucket_for, buckets_up_to
 from outrider.models.target import QueuedTokens, RoundTimes
 from outrider.spec.device_drafter import DeviceDrafter
@@ -30,6 +32,7 @@ class DeviceTarget:
     Args:
         rows: most rows of a step; sequences: most sequences of a step; pages: most pages of one.
         drafter: what drafts in rounds without the host, whose verifies have up to `width` rows of a sequence.
+        prompt_rows: most rows of a long prompt, a multiple of the largest bucket; 0: prompts stay within the buckets.
         graphs: off runs the same kernels one by one.
         experts: stands between decoder and provider, None: nothing does.
     """
@@ -46,6 +49,7 @@ class DeviceTarget:
         pages: int,
         drafter: DeviceDrafter | None = None,
         width: int = 1,
+        prompt_rows: int = 0,
         graphs: bool = True,
         experts: DeviceExperts | None = None,
     ) -> None:
@@ -53,35 +57,53 @@ class DeviceTarget:
         table, config = decoder.embedding, decoder.config
         self._device = table.device
         self._experts = experts or provider
-        self._rows = Rows(rows, sequences, pages, self._device)
         self._buckets = buckets_up_to(rows)
         most, taps = self._buckets[-1], drafter.config.tap_layers if drafter else ()
+        self._rows = {
+            Phase.DECODE: Rows(most, sequences, pages, self._device),
+            Phase.PREFILL: Rows(most, sequences, pages, self._device, PROMPT_UNIT),
+        }
         plan = [Buffers(config, bucket, most, taps, table.dtype, None).nbytes for bucket in self._buckets]
         memory = torch.zeros(max(plan), dtype=torch.uint8, device=self._device)
         self._buffers = {b: Buffers(config, b, most, taps, table.dtype, memory) for b in self._buckets}
-        self._last = self._buffers[self._buckets[0]]
-        self._width = width
+        self._last = self._rows[Phase.DECODE], self._buffers[self._buckets[0]]
+        self._width, self._streamed = width, False
         self.times: RoundTimes | None = None
         self._queued = QueuedRounds(
-            decoder.head, self._rows, self._buffers, self._run, provider, drafter, width, sequences, graphs
-        )
-        self._forwards: dict[int, Callable[[], None]] = {
-            bucket: partial(self._run, own) for bucket, own in self._buffers.items()
+            decoder.head, self._rows[Phase.DECODE], self._buffers, self._run, provider, drafter, width, sequences,
+            graphs,
+        )  # fmt: skip
+        self._forwards: dict[tuple[Phase, int], Callable[[], None]] = {
+            (phase, bucket): partial(self._run, own, phase)
+            for phase in Phase
+            for bucket, own in self._buffers.items()
+            if phase is Phase.PREFILL or bucket <= bucket_for(sequences * width)
         }
         if graphs and self._device.type == "cuda":
-            self._forwards = {bucket: captured(run) for bucket, run in self._forwards.items()}
+            self._forwards = {key: captured(run) for key, run in self._forwards.items()}
+        self._long = None
+        if prompt_rows:
+            long = LongBuffers(config, prompt_rows, self._buffers[most], taps, table.dtype, self._device)
+            self._long = LongPrompt(decoder, kv, provider.streamed(prompt_rows), long, pages, graphs)
 
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
     ) -> tuple[Tensor, Batch]:
         """As `Target.forward`, but the rows that it returns are those that `logits` takes: behind the final norm."""
-        spans, batch = self._batch(tables, tokens)
-        self._rows.set(spans)
-        count = batch.spans[-1].stop
-        buffers = self._buffers[bucket_for(count)]
+        spans = [_grown(table, own) for table, own in zip(tables, tokens, strict=True)]
+        count = sum(len(span.tokens) for span in spans)
         self.provider.begin_step(phase)
-        self._forwards[buffers.rows]()
-        self._last = buffers
+        self._streamed = count > self._buckets[-1]
+        if self._streamed:
+            assert self._long and phase is Phase.PREFILL and len(spans) == 1, "only a prompt may be so long"
+            buffers: Buffers | LongBuffers = self._long.buffers
+            batch = _batch(spans, *self._long.run(*spans))
+        else:
+            rows, buffers = self._rows[phase], self._buffers[bucket_for(count)]
+            rows.set(spans)
+            self._forwards[phase, buffers.rows]()
+            self._last = rows, buffers
+            batch = _batch(spans, rows.ids, rows.positions, rows.slots, rows.tables)
         for layer, ids in enumerate(buffers.ids[:, :count]):
             observer.routed(layer, ids)
         for layer, tap in buffers.taps.items():
@@ -99,9 +121,13 @@ class DeviceTarget:
 
     def commit(self, kept_rows: Sequence[int]) -> None:
         """End the step that `forward` opened, on the device."""
-        self._rows.keep(kept_rows)
-        self.provider.commit_rows(self._last.ids, self._rows.kept, self._rows.count)
-        self.provider.count_steps(1)
+        if self._streamed and self._long:
+            self._long.commit()
+        else:
+            rows, buffers = self._last
+            rows.keep(kept_rows)
+            self.provider.commit_rows(buffers.ids, rows.kept, rows.count)
+        self.provider.count_steps(1, streamed=self._streamed)
 
     @property
     def queue(self) -> "DeviceTarget":
@@ -127,7 +153,7 @@ class DeviceTarget:
             table.append(min(rounds * self._width, most))
         self._queued.start(tables, anchors, lengths, left, stops)
         self.provider.begin_step(Phase.DECODE)
-        self._last = self._queued.run(rounds, len(tables))
+        self._last = self._rows[Phase.DECODE], self._queued.run(rounds, len(tables))
         said = self._queued.read(rounds, len(tables))
         self.times = self._queued.times(len(said))
         self.provider.count_steps(len(said))
@@ -135,22 +161,24 @@ class DeviceTarget:
 
     def routes(self, rows: int) -> list[list[list[int]]]:
         """See `RoundQueue`."""
-        ids: list[list[list[int]]] = self._last.ids[:, :rows].tolist()
+        ids: list[list[list[int]]] = self._last[1].ids[:, :rows].tolist()
         return ids
 
-    def _run(self, buffers: Buffers) -> None:
-        self.decoder.forward(self._rows, buffers, self.kv, self._experts)
+    def _run(self, buffers: Buffers, phase: Phase = Phase.DECODE) -> None:
+        self.decoder.forward(self._rows[phase], buffers, self.kv, self._experts)
 
-    def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> tuple[list[RowsOf], Batch]:
-        """The rows to set, and the batch as views of them: it holds until the next step sets its own."""
-        spans: list[Span] = []
-        rows = []
-        end = 0
-        for table, own in zip(tables, tokens, strict=True):
-            start, stop = table.length, table.length + len(own)
-            table.append(len(own))
-            rows.append(RowsOf(own, start, table.slots(start, stop), table.pages))
-            spans.append(Span(end, end + len(own), start, self._rows.tables[len(spans)]))
-            end += len(own)
-        views = self._rows
-        return rows, Batch(views.ids[:end], views.positions[:end], views.slots[:end], tuple(spans))
+
+def _grown(table: PageTable, tokens: Sequence[int]) -> RowsOf:
+    """Rows of `tokens`, for which the table grows."""
+    start, stop = table.length, table.length + len(tokens)
+    table.append(len(tokens))
+    return RowsOf(tokens, start, table.slots(start, stop), table.pages)
+
+
+def _batch(spans: Sequence[RowsOf], ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor) -> Batch:
+    """The batch as views of what was set: it holds until the next step sets its own."""
+    found, end = [], 0
+    for line, span in enumerate(spans):
+        start, end = end, end + len(span.tokens)
+        found.append(Span(start, end, span.position, tables[line]))
+    return Batch(ids[:end], positions[:end], slots[:end], tuple(found))

@@ -191,6 +191,7 @@ class Engine:
             kv_occupancy_bytes=sum(storage.occupancy_bytes for storage in self._storages()),
             decode_steps=seen.steps,
             prefill_steps=seen.prefill_steps,
+            streamed_prefill_steps=seen.streamed_steps,
             tokens_generated=took.first_tokens + took.tokens,
             decode_tokens=took.tokens,
             decode_seconds=(took.draft_seconds or 0.0) + took.verify_seconds if took.rounds else None,

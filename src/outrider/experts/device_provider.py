@@ -6,7 +6,7 @@ stream then. Hits, misses and victims are those of the host-driven provider on t
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from outrider.core import Band, ExpertKey, ExpertWeights, Phase
 from outrider.experts.home import Home
 from outrider.experts.layout import ExpertLayout
 from outrider.experts.policy import DecayedLFU
+from outrider.experts.streamed import StreamedExperts
 from outrider.kernels.device import commit as commit_kernel
 from outrider.kernels.device.experts import ExpertKernel
 from outrider.kernels.device.fetch import fetch
@@ -71,6 +72,7 @@ class DeviceProvider:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and home and overlap else None
         self._dropped = 0
         self._steps = {Phase.DECODE: 0, Phase.PREFILL: 0}
+        self._streamed = 0
         self._phase = Phase.DECODE
         self.close = weakref.finalize(self, _close, home, device)
 
@@ -81,16 +83,26 @@ class DeviceProvider:
         self._phase = phase
         self.prefill.fill_(phase is Phase.PREFILL)
 
-    def run(self, layer: int, x: Tensor, ids: Tensor, count: Tensor, inner: Tensor, out: Tensor) -> None:
+    def run(
+        self,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        count: Tensor,
+        inner: Tensor,
+        out: Tensor,
+        room: Tensor | None = None,
+    ) -> None:
         """Send rows to their experts: out[row * k + rank] = the expert's MLP of the row.
 
         Args:
-            x [R, hidden], `inner`, `out`: as `ExpertKernel.run`. ids: int32 [R, k]; count: int32 [1], rows that exist.
+            x [R, hidden], `inner`, `out`, `room`: as `ExpertKernel.run`.
+            ids: int32 [R, k]; count: int32 [1], rows that exist.
         """
         state, work = self._states[self._layers[layer]], self._work
         resolve(ids, count, self.prefill, state, work, self._late, self._staging, self._cursor)
         if self._home is None:
-            self.kernel.run(x, work, work.resident, self._k, inner, out)
+            self.kernel.run(x, work, work.resident, self._k, inner, out, room)
             return
         nbytes = self.layout.record_nbytes
         if self._side is None:
@@ -99,11 +111,11 @@ class DeviceProvider:
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
                 fetch(work.sources, work.targets, work.fetches, nbytes)
-        self.kernel.run(x, work, work.resident, self._k, inner, out)
+        self.kernel.run(x, work, work.resident, self._k, inner, out, room)
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
         fetch(self._late.sources, self._late.targets, self._late.fetches, nbytes)
-        self.kernel.run(x, work, work.absent, self._k, inner, out)
+        self.kernel.run(x, work, work.absent, self._k, inner, out, room)
 
     def commit_rows(self, ids: Tensor, kept: Tensor, count: Tensor) -> None:
         """End the step on the device: merge its counts; in a decode step the kept rows refresh recency.
@@ -115,9 +127,17 @@ class DeviceProvider:
             DecayedLFU.SHIFT, DecayedLFU.FRACTION,
         )  # fmt: skip
 
-    def count_steps(self, steps: int) -> None:
+    def streamed(self, rows: int) -> StreamedExperts:
+        """This memory for prompts of up to `rows` rows."""
+        return StreamedExperts(
+            self.kernel, self._states, self._k, rows, places_for(self.num_experts, self._slots),
+            self.layout.record_nbytes, self._seen, self._side is not None,
+        )  # fmt: skip
+
+    def count_steps(self, steps: int, streamed: bool = False) -> None:
         """Add committed steps of the phase that began last; the device does not count them."""
         self._steps[self._phase] += steps
+        self._streamed += steps if streamed else 0
 
     # --- figures and resets: these wait for the device ------------------------------------------------------------
 
@@ -193,6 +213,7 @@ class DeviceProvider:
             dropped_prefetches=self._dropped,
             steps=self._steps[Phase.DECODE],
             prefill_steps=self._steps[Phase.PREFILL],
+            streamed_steps=self._streamed,
             exposed_fetch_seconds=None,
         )
         counted.h2d_bytes[Band.ON_DEMAND] = (moved + prefill_moved) * self.layout.record_nbytes
@@ -202,7 +223,7 @@ class DeviceProvider:
         """Zero the counters; slots and recency stay."""
         self._seen.zero_()
         self._steps = dict.fromkeys(self._steps, 0)
-        self._dropped = 0
+        self._dropped = self._streamed = 0
 
     def reset_cache(self) -> None:
         """Empty all slots and forget recency; the next step starts cold and gives the same tokens.
@@ -244,6 +265,11 @@ def staging_slots(num_experts: int, k: int, rows: int) -> int:
     """Places outside the cache for experts that pass through a step of up to `rows` rows, with more than are read in
     place."""
     return 0 if rows <= READ_IN_PLACE else min(num_experts, rows * k // (READ_IN_PLACE + 1))
+
+
+def places_for(num_experts: int, slots: Sequence[int]) -> int:
+    """Experts that a layer may lack when its slots are full."""
+    return num_experts - min(slots)
 
 
 def _close(home: Home | None, device: torch.device) -> None:

@@ -38,9 +38,11 @@ class Rows:
         ids, positions, limits, slots, sequences, kept [R]: token, absolute position, last position that it sees, KV
             token slot, line of `tables`, and 1 for a row that a commit keeps.
         tables [sequences, pages]: pages of each sequence in order. columns: all that the device may set itself.
+        unit: most rows of an attention unit.
     """
 
-    def __init__(self, most: int, sequences: int, pages: int, device: torch.device) -> None:
+    def __init__(self, most: int, sequences: int, pages: int, device: torch.device, unit: int = UNIT) -> None:
+        self.unit = unit
         fields = _COLUMNS * most + _SCALARS
         self._device_buffer = torch.zeros(fields, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -71,8 +73,8 @@ class Rows:
             limits[at:end] = span.position + len(span.tokens) - 1 if span.to_the_end else positions[at:end]
             slots[at:end] = torch.tensor(span.slots, dtype=torch.int32)
             sequences[at:end] = line
-            for start in range(at, end, UNIT):
-                first[unit], rows[unit] = start, min(UNIT, end - start)
+            for start in range(at, end, self.unit):
+                first[unit], rows[unit] = start, min(self.unit, end - start)
                 unit += 1
             at = end
         kept[:at] = 1

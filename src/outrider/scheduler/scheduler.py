@@ -1,7 +1,8 @@
 """First come, first served: a waiting prompt is prefilled chunk by chunk, then joins the decoding batch.
 
 Contract: a request starts only when pages for its whole length (prompt + max_tokens) are free, so that nothing that
-runs can run out. Prompt chunks end at multiples of `prefill_chunk`, whatever else is running.
+runs can run out. Prompt chunks end at multiples of `prefill_chunk`, or of `stream_chunk` while more than a
+`prefill_chunk` is left, whatever else is running.
 """
 
 from collections import deque
@@ -33,12 +34,12 @@ class StepResult(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Decides the next step. `max_batch` bounds the sequences that run at once."""
+    """Decides the next step. `max_batch` bounds the sequences that run at once; `stream_chunk` 0: there are none."""
 
-    def __init__(self, pool: PagePool, max_batch: int, prefill_chunk: int) -> None:
+    def __init__(self, pool: PagePool, max_batch: int, prefill_chunk: int, stream_chunk: int = 0) -> None:
         self._pool = pool
         self._max_batch = max_batch
-        self._chunk = prefill_chunk
+        self._chunk, self._stream_chunk = prefill_chunk, stream_chunk
         self._waiting: deque[S] = deque()
         self._running: list[S] = []
         self._held: list[S] = []
@@ -64,8 +65,10 @@ class Scheduler(Generic[S]):
 
     def next_chunk(self, sequence: S) -> int:
         """How many prompt tokens the next prefill step of `sequence` runs."""
-        start = sequence.table.length
-        return min((start // self._chunk + 1) * self._chunk, len(sequence.prompt)) - start
+        start, end = sequence.table.length, len(sequence.prompt)
+        long = self._stream_chunk and end - start > self._chunk
+        chunk = self._stream_chunk if long else self._chunk
+        return min((start // chunk + 1) * chunk, end) - start
 
     def schedule(self) -> Plan[S] | None:
         """The next step, None if there is no work."""

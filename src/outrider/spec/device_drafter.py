@@ -90,13 +90,14 @@ class DeviceDrafter:
 
     def extend(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """As `Drafter.extend`."""
-        number = len(features)
-        feed, fed = self._feeds[bucket_for(number)], self._fed
-        feed.features[:number].copy_(features)
-        fed.positions[:number].copy_(positions)
-        fed.slots[:number].copy_(slots)
-        fed.count.fill_(number)
-        self._extend[len(feed.x)]()
+        most = max(self._feeds)
+        for some in zip(features.split(most), positions.split(most), slots.split(most), strict=True):
+            number, fed = len(some[0]), self._fed
+            feed = self._feeds[bucket_for(number)]
+            for to, values in zip((feed.features, fed.positions, fed.slots), some, strict=True):
+                to[:number].copy_(values)
+            fed.count.fill_(number)
+            self._extend[len(feed.x)]()
 
     def propose(self, anchors: Sequence[int], tables: Sequence[PageTable]) -> Tensor:
         """As `Drafter.propose`."""

@@ -1,6 +1,6 @@
 """Attention of a row bucket on paged keys and values: split over the keys, grouped queries, sinks, windows.
 
-Rows of one sequence that follow each other form *units* of up to `UNIT` rows, which read the keys together. Blocks of
+Rows of one sequence that follow each other form *units* of a few rows, which read the keys together. Blocks of
 `BLOCK` keys lie at fixed absolute positions, and block b belongs to split b mod `SPLITS`; a split takes its blocks in
 order, and the splits are merged in order. So a row's bits depend on its position and nothing else: a block that a row
 of the unit does not see adds exact zeros to it, as long as its values are finite (0 times infinity is not 0).
@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 UNIT = 4
+"""Rows that read the keys together, of sequences that decode."""
+PROMPT_UNIT = 8
+"""Of prompts. It decides bits, so a row of a prompt is never computed in the other way."""
 BLOCK = 64
 SPLITS = 32
 _PAGE = 16
@@ -126,6 +129,7 @@ def attend(
     sinks: Tensor | None,
     scratch: Scratch,
     out: Tensor,
+    unit: int = UNIT,
 ) -> None:
     """Every row attends to its sequence up to its limit; keys and values up to there are in their pages.
 
@@ -136,15 +140,15 @@ def attend(
             rows have neighbouring positions in one sequence.
         sequences, positions, limits: int32 [R], the row's line of `tables`, its absolute position, and the last
             position that it sees (its own, or the end of a draft block); limits do not fall within a unit.
-        window: how many keys a row sees, itself included; sinks [heads].
+        window: how many keys a row sees, itself included; sinks [heads]. unit: most rows of a unit.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    group = max(triton.next_power_of_2(heads // kv_heads), 16 // UNIT)
+    group = max(triton.next_power_of_2(heads // kv_heads), 16 // unit)
     pad = max(triton.next_power_of_2(dim), 16)
     _partial[(kv_heads, SPLITS, max(1, rows // 8))](
         query, keys, values, tables, *units, sequences, positions, limits, scratch.sums, scratch.tops, scratch.totals,
-        dim**-0.5, window or 0, tables.shape[1], heads, kv_heads, dim, pad, group, UNIT, BLOCK, SPLITS, _PAGE,
+        dim**-0.5, window or 0, tables.shape[1], heads, kv_heads, dim, pad, group, unit, BLOCK, SPLITS, _PAGE,
         num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     _merge[(rows, heads)](

@@ -35,11 +35,13 @@ class CudaKernel:
 
 
 def compile_cubin(source: str, macros: tuple[tuple[str, int], ...], arch: str) -> Any:
-    """Compile a file beside this one to machine code for `arch` (such as `sm_90`); needs no GPU."""
+    """Compile a file beside this one for `arch` (`sm_80`, or `sm_90a` for all that Hopper has); needs no GPU."""
     from cuda.core import Program, ProgramOptions
 
-    code = (Path(__file__).parent / source).read_text()
-    options = ProgramOptions(arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in macros])
+    folder = Path(__file__).parent
+    code = (folder / source).read_text()
+    defined = [(name, str(value)) for name, value in macros]
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=defined, include_path=str(folder))
     return Program(code, "c++", options).compile("cubin")
 
 
@@ -49,7 +51,7 @@ def _loaded(source: str, name: str, macros: tuple[tuple[str, int], ...], device:
 
     Device(device).set_current()
     major, minor = torch.cuda.get_device_capability(device)
-    return compile_cubin(source, macros, f"sm_{major}{minor}").get_kernel(name)
+    return compile_cubin(source, macros, f"sm_{major}{minor}{'a' if major == 9 else ''}").get_kernel(name)
 
 
 def _argument(value: Argument) -> Any:

@@ -39,13 +39,22 @@ class ExpertKernel(Protocol):
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
         """A checkpoint's expert in packed form. Raises: ValueError for weights that cannot be packed."""
 
-    def run(self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor) -> None:
+    def run(
+        self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor, room: Tensor | None = None
+    ) -> None:
         """Compute the entries of `bounds` (int32 [2], of `work`).
 
         Args:
             x: bfloat16 [R, hidden], rows a multiple of 64 apart and zero behind `hidden`.
             inner: bfloat16 [R * k, inner], likewise; out: float32 [R * k, hidden].
+            room: of x's shape and its like, for steps of many rows an expert, whose `inner` no other step may use; the
+                results are the same bits without it (None).
         """
+
+
+def many_rows(rows: int, k: int, experts: int) -> bool:
+    """Whether steps of so many rows are worth the kernels for many: more than one pass of 16 rows an expert."""
+    return rows * k > 16 * experts
 
 
 def activate(gate: Tensor, up: Tensor, shape: ExpertShape) -> Tensor:

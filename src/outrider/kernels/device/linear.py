@@ -1,6 +1,6 @@
 """Projection of few rows by a matrix [N, K] that is read once: bound by memory, not by arithmetic.
 
-Tiles of 16 rows and one fixed order of K whatever the bucket: a row's sums are the same bits in all of them.
+One fixed order of K whatever the bucket and its tiles of rows: a row's sums are the same bits in all of them.
 """
 
 from itertools import pairwise
@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Rows of a tile."""
+"""What rows of `project` have to be a multiple of."""
 
 _BLOCK_K = 64
+_TILES = {16: (64, 4, 6), 32: (64, 4, 5), 64: (64, 4, 4), 128: (128, 8, 3)}
+"""Rows of a tile -> columns, warps and stages: the fastest of those tried (docs/decisions/0008-device-kernels.md)."""
 _BLOCKS = 256
 """Thread blocks that keep every multiprocessor of a large GPU reading."""
 
@@ -42,14 +44,9 @@ def _project(
     tl.store(at, sums, mask=columns[None, :] < N)
 
 
-def _block_n(n: int) -> int:
-    """Columns of a block: fewer for a router, whose matrix is small."""
-    return 64 if n > 256 else 16
-
-
 def parts_for(n: int, k: int) -> int:
     """Parts of K for a matrix [n, k], at most 8. It depends on the matrix alone, as bits depend on it."""
-    return max(1, min(8, _BLOCKS // -(-n // _block_n(n)), k // 128))
+    return max(1, min(8, _BLOCKS // -(-n // (64 if n > 256 else 16)), k // 128))
 
 
 def project(x: Tensor, weight: Tensor, out: Tensor, count: Tensor) -> None:
@@ -58,11 +55,12 @@ def project(x: Tensor, weight: Tensor, out: Tensor, count: Tensor) -> None:
     Args: x [R, at least K] and weight of one dtype, R a multiple of 16; out float32 [parts, R, N].
     """
     parts, rows, n = out.shape
-    block = _block_n(n)
-    grid = (triton.cdiv(n, block), parts, rows // ROWS)
+    tile = next(tile for tile in (128, 64, 32, 16) if rows % tile == 0)
+    block, warps, stages = _TILES[tile] if n > 256 else (16, 4, 6)  # a router's matrix is small
+    grid = (triton.cdiv(n, block), parts, rows // tile)
     _project[grid](
-        x, weight, out, count, n, weight.shape[1], rows, x.stride(0), parts, ROWS, block, _BLOCK_K,
-        num_warps=4, num_stages=6, enable_fp_fusion=False,
+        x, weight, out, count, n, weight.shape[1], rows, x.stride(0), parts, tile, block, _BLOCK_K,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""Experts in MXFP4: CUDA C++ over register fragments (`mxfp4.cu`), packed as `mxfp4_packing.py` says."""
+"""Experts in MXFP4: CUDA C++ over register fragments, packed as `mxfp4_packing.py` says.
+
+`mxfp4.cu` reads weights as fast as memory gives them and serves up to 16 rows a pass, `mxfp4_wide.cu` multiplies many
+rows an expert. Both give the same bits.
+"""
 
 import torch
 from torch import Tensor
@@ -6,6 +10,7 @@ from torch import Tensor
 from outrider.core import ExpertPart, ExpertWeights
 from outrider.kernels.device.cuda import CudaKernel
 from outrider.kernels.device.experts import ExpertShape
+from outrider.kernels.device.interleave import interleave
 from outrider.kernels.device.mxfp4_packing import gated_rows, groups, pack
 from outrider.kernels.device.work import Work
 
@@ -16,15 +21,22 @@ _GATE_UP = {"TILES": 2, "PARTS": 2, "DEPTH": 3, "GATED": 1}
 _DOWN = {"TILES": 1, "PARTS": 4, "DEPTH": 3, "GATED": 0}
 """The fastest of those tried (docs/decisions/0008-device-kernels.md). PARTS decides bits, so it never varies."""
 
+_WIDE = (
+    {"WARPS": 4, "BLOCKS": 4, "COLUMNS": 4, "STAGES": 4},
+    {"WARPS": 8, "BLOCKS": 1, "COLUMNS": 8, "STAGES": 3},
+)
+"""For up to 32 rows an expert, and for more."""
+
 
 class Mxfp4Experts:
     """`ExpertKernel` of packed MXFP4 weights. `columns`: most tiles of 8 rows that one pass over the weights serves."""
 
     def __init__(self, shape: ExpertShape, columns: int = 2) -> None:
         self._shape, self._columns = shape, columns
-        self._gate_up, self._down = (
+        self._few = tuple(
             CudaKernel("mxfp4.cu", "project", macros | {"COLUMNS": columns}) for macros in (_GATE_UP, _DOWN)
         )
+        self._wide = [(_wide_kernel(_GATE_UP, wide), _wide_kernel(_DOWN, wide)) for wide in _WIDE]
 
     def parts(self) -> tuple[ExpertPart, ...]:
         """Words, scales and bias of gate_up, then of down."""
@@ -47,20 +59,32 @@ class Mxfp4Experts:
                 packed[f"{name}_bias"] = weights[f"{name}_proj_bias"]
         return packed
 
-    def run(self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor) -> None:
+    def run(
+        self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor, room: Tensor | None = None
+    ) -> None:
         """See `ExpertKernel`."""
+        for source in (x, inner):
+            if source.stride(0) % 64:
+                raise ValueError(f"rows of activations are {source.stride(0)} columns apart, not a multiple of 64")
+        kernels: tuple[CudaKernel, ...] = self._few
+        if room is not None:
+            interleave(x, room)
+            x, kernels = room, self._wide[len(work.pairs) > 32 * len(work.address)]
         shape, at = self._shape, self._offsets()
         lists = (work.address, work.start, work.pairs, bounds)
         for kernel, source, target, rows, columns, visits, places in (
-            (self._gate_up, x, inner, 2 * shape.inner, shape.hidden, k, at[:3]),
-            (self._down, inner, out, shape.hidden, shape.inner, 1, at[3:]),
+            (kernels[0], x, inner, 2 * shape.inner, shape.hidden, k, at[:3]),
+            (kernels[1], inner, out, shape.hidden, shape.inner, 1, at[3:]),
         ):
-            if source.stride(0) % 64:
-                raise ValueError(f"rows of activations are {source.stride(0)} columns apart, not a multiple of 64")
-            tiles, parts = kernel.macros["TILES"], kernel.macros["PARTS"]
-            blocks = min(rows // 16 // tiles * len(work.address), MOST_BLOCKS)
+            if room is None:
+                each, parts = kernel.macros["TILES"], kernel.macros["PARTS"]
+                threads, shared = 32 * each * parts, each * parts * self._columns * 512
+            else:
+                each = kernel.macros["WARPS"]
+                threads, shared = 32 * each, 0
+            blocks = min(-(-rows // 16 // each) * len(work.address), MOST_BLOCKS)
             kernel.launch(
-                (blocks,), 32 * tiles * parts, tiles * parts * self._columns * 512,
+                (blocks,), threads, shared,
                 source, target, *lists, rows, groups(columns), visits, source.stride(0), target.stride(0), *places,
                 shape.alpha, shape.limit or 0.0,
             )  # fmt: skip
@@ -93,3 +117,7 @@ class Mxfp4Experts:
                 both = torch.stack((gate, up), dim=1).flatten(0, 1)
             stored[kind] = both[gated_rows(self._shape.inner).to(both.device)], down
         return {name: (stored["blocks"][i], stored["scales"][i]) for i, name in enumerate(("gate_up", "down"))}
+
+
+def _wide_kernel(macros: dict[str, int], wide: dict[str, int]) -> CudaKernel:
+    return CudaKernel("mxfp4_wide.cu", "project_wide", wide | {name: macros[name] for name in ("PARTS", "GATED")})

@@ -1,4 +1,4 @@
-"""Experts in plain floats: row-major matrices, 16 rows a tile, one order of K for any number of rows."""
+"""Experts in plain floats: row-major matrices, one order of K for any number of rows and any tile of them."""
 
 import torch
 import triton
@@ -9,7 +9,8 @@ from outrider.core import ExpertPart, ExpertWeights
 from outrider.kernels.device.experts import ExpertShape, gate_up_of
 from outrider.kernels.device.work import Work
 
-_ROWS = 16
+_FEW, _MANY = (16, 32), (64, 64)
+"""Rows and columns of a tile."""
 
 
 @triton.jit
@@ -110,19 +111,23 @@ class PlainExperts:
             packed["down"] = weights["down_proj.weight"]
         return {name: part.to(self._dtype).contiguous() for name, part in packed.items()}
 
-    def run(self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor) -> None:
+    def run(
+        self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor, room: Tensor | None = None
+    ) -> None:
         """See `ExpertKernel`."""
         shape, entries = self._shape, len(work.address)
+        rows, columns = _FEW if room is None else _MANY
         at = _offsets(shape, 256 // x.element_size())
         lists = (work.address, work.start, work.pairs, bounds)
-        _gate_up[(triton.cdiv(shape.inner, 32), entries)](
+        _gate_up[(triton.cdiv(shape.inner, columns), entries)](
             x, inner, *lists, shape.inner, shape.hidden, x.stride(0), inner.stride(0), at[1], shape.alpha,
-            shape.limit or 0.0, k, shape.biased, shape.limit is not None, _ROWS, 32, 128, num_warps=4, num_stages=4,
+            shape.limit or 0.0, k, shape.biased, shape.limit is not None, rows, columns, 128, num_warps=4,
+            num_stages=4 if room is None else 2,
             enable_fp_fusion=False,
         )  # fmt: skip
-        _down[(triton.cdiv(shape.hidden, 32), entries)](
+        _down[(triton.cdiv(shape.hidden, columns), entries)](
             inner, out, *lists, shape.hidden, shape.inner, inner.stride(0), at[2], at[3],
-            shape.biased, _ROWS, 32, 128, num_warps=4, num_stages=3, enable_fp_fusion=False,
+            shape.biased, rows, columns, 128, num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Resident experts of the union come first. Cold ones take *lanes*: empty slots, t
 need, the cheapest first (ties by slot index), then, where fewer than two are left, residents that it does need. If
 there are more cold experts than lanes they pass through the lanes in turn: only the last ones stay. The others are
 read where they lie, or copied to a place outside the cache if their many rows would read them more than once. Prefill
-takes empty slots and two more.
+takes empty slots and two more. A long prompt finds what it lacks where `stage.py` put it, and changes nothing.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ _AFTER_ALL = 1 << 62
 HITS, MISSES, OVERFLOW, EVICTIONS, MOVED = range(5)
 """Places in `LayerState.seen`; those of prefill follow at `PREFILL` + place."""
 PREFILL = 5
+IN_SLOT = -1
+"""Stands in `staged` for an expert that was fetched into a slot for this step."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class LayerState:
 @triton.jit
 def _resolve(
     ids, count, prefill, slot_of, expert_of, worth, slot_address, home, staging, pending, seen,
-    address, start, pairs, bounds, sources, targets, fetches, late_sources, late_targets, late_fetches, cursor,
+    address, start, pairs, bounds, sources, targets, fetches, late_sources, late_targets, late_fetches, cursor, staged,
     SLOTS, STAGES, EXPERTS: tl.constexpr, K: tl.constexpr, EB: tl.constexpr, SB: tl.constexpr, CHUNK: tl.constexpr,
     SMALL: tl.constexpr, EMPTY: tl.constexpr, AFTER_ALL: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
-    EVICTIONS: tl.constexpr, MOVED: tl.constexpr, PREFILL: tl.constexpr,
+    EVICTIONS: tl.constexpr, MOVED: tl.constexpr, PREFILL: tl.constexpr, STREAMED: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, EB)
     s = tl.arange(0, SB)
@@ -72,8 +74,12 @@ def _resolve(
         rows += tl.gather(both, e, 0)
     slot = tl.load(slot_of + e, mask=is_expert, other=EMPTY)
     needed = rows > 0
-    held = needed & (slot >= 0)
-    cold = needed & (slot < 0)
+    there = slot >= 0
+    if STREAMED:
+        brought = tl.load(staged + e, mask=is_expert, other=0)
+        there = there & (brought == 0)
+    held = needed & there
+    cold = needed & (there == 0)
     hits = tl.sum(held.to(tl.int32), axis=0)
     misses = tl.sum(cold.to(tl.int32), axis=0)
 
@@ -86,13 +92,24 @@ def _resolve(
     tl.store(start + hits + misses, number)
     tl.store(bounds + 1, hits)
     tl.store(bounds + 2, hits + misses)
+    tl.store(bounds + 4, hits + misses)
     tl.store(pending, hits)
     tl.store(pending + 1, misses)
-    tl.store(pending + 2, tl.maximum(hits + misses - SLOTS, 0))
+    overflow = tl.maximum(hits + misses - SLOTS, 0)
+    tl.store(pending + 2, 0 if STREAMED else overflow)
 
     beside = 0
     late = 0
-    if misses > 0:
+    if STREAMED:
+        cold_rows = tl.where(cold, rows, 0)
+        cold_first = tl.sum(held_rows, axis=0) + tl.cumsum(cold_rows, axis=0) - cold_rows
+        first = tl.where(cold, cold_first, first)
+        cold_entry = hits + tl.cumsum(cold.to(tl.int32), axis=0) - 1
+        far = tl.where(brought > 0, brought, tl.load(home + e, mask=cold, other=0))
+        near = tl.load(slot_address + slot, mask=cold & (slot >= 0), other=0)
+        tl.store(address + cold_entry, tl.where(slot >= 0, near, far), mask=cold)
+        tl.store(start + cold_entry, cold_first, mask=cold)
+    elif misses > 0:
         # Slots in the order in which they are given away.
         occupant = tl.load(expert_of + s, mask=is_slot, other=EMPTY)
         filled = occupant >= 0
@@ -206,6 +223,7 @@ def resolve(
     late: Late,
     staging: Tensor,
     cursor: Tensor,
+    staged: Tensor | None = None,
 ) -> None:
     """Look up the union of the first `count` rows of `ids` (int32 [R, k]), decide who goes, and write the work lists.
 
@@ -213,6 +231,7 @@ def resolve(
         prefill: int32 [1], 1 in a prefill step.
         staging: int64 [places], addresses outside the cache for experts that only pass; may be empty.
         cursor: scratch int32 [experts].
+        staged: int64 [experts], of a long prompt (`stage.py`): nothing is fetched and no slot changes.
     """
     rows, k = ids.shape
     experts, slots = len(state.slot_of), len(state.expert_of)
@@ -221,7 +240,7 @@ def resolve(
     _resolve[(1,)](
         ids, count, prefill, state.slot_of, state.expert_of, state.worth, state.slot_address, state.home, staging,
         state.pending, state.seen, work.address, work.start, work.pairs, work.bounds, work.sources, work.targets,
-        work.fetches, late.sources, late.targets, late.fetches, cursor, slots, len(staging), experts, k,
+        work.fetches, late.sources, late.targets, late.fetches, cursor, staged, slots, len(staging), experts, k,
         triton.next_power_of_2(experts), triton.next_power_of_2(slots), chunk, small, _EMPTY, _AFTER_ALL, WAVE_LANES,
-        READ_IN_PLACE, EVICTIONS, MOVED, PREFILL, num_warps=8, enable_fp_fusion=False,
+        READ_IN_PLACE, EVICTIONS, MOVED, PREFILL, staged is not None, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -18,7 +18,7 @@ class Work:
         address: int64 [entries], where the expert's record lies, in device or mapped host memory.
         start: int32 [entries + 1], first of its `pairs`.
         pairs: int32 [R * k].
-        bounds: int32 [3]: 0, entries that are resident, entries in all.
+        bounds: int32 [5]: 0, entries that are resident, entries in all, 0, entries in all.
         sources, targets: int64 [entries], addresses of what has to be fetched; fetches: int32 [1], how many.
     """
 
@@ -41,7 +41,7 @@ class Work:
             zeros(experts, torch.int64),
             zeros(experts + 1, torch.int32),
             zeros(pairs, torch.int32),
-            zeros(3, torch.int32),
+            zeros(5, torch.int32),
             zeros(experts, torch.int64),
             zeros(experts, torch.int64),
             zeros(1, torch.int32),
@@ -55,4 +55,9 @@ class Work:
     @property
     def absent(self) -> Tensor:
         """Bounds of the entries that were not resident, int32 [2]."""
-        return self.bounds[1:]
+        return self.bounds[1:3]
+
+    @property
+    def every(self) -> Tensor:
+        """Bounds of all entries, int32 [2]."""
+        return self.bounds[3:]
