@@ -73,9 +73,9 @@ def near(got: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("rows", [16, 3, 0])
 def test_projections_read_and_write_nothing_else(device: torch.device, n: int, k: int, parts: int, rows: int) -> None:
     """Two parts of one step: the first is empty, and zero."""
-    x, weight = full(device, NAN, 32, k + 64, dtype=DTYPE), full(device, NAN, n + 8, k, dtype=DTYPE)
+    x, weight = full(device, NAN, 48, k + 64, dtype=DTYPE), full(device, NAN, n + 8, k, dtype=DTYPE)
     x[:rows, :k], weight[:n] = random(device, rows, k), random(device, n, k, seed=1)
-    out = full(device, KEPT, parts, 32, n)
+    out = full(device, KEPT, parts, 48, n)
     linear.project(x, weight[:n], out, ints(device, rows))
     assert near(out[:, :rows], linear.reference(x[:rows, :k], weight[:n], parts))
     assert (out[:, -(-rows // 16) * 16 :] == KEPT).all()

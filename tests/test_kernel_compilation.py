@@ -60,7 +60,7 @@ def record() -> tuple[list[tuple[Any, tuple[Any, ...], dict[str, Any]]], list[tu
     JITFunction.run = lambda self, *args, grid, warmup, **given: launches.append((self, *bound(self, args, given)))
     CudaKernel.launch = lambda self, grid, threads, shared, *args: cuda.append((self, threads, shared))  # type: ignore[method-assign]
     for config, policy in models():
-        for rows in (16, 512):
+        for rows in (16, 32, 64, 512):
             run_round(config, policy, rows)
     return launches, cuda
 
@@ -93,7 +93,8 @@ def run_round(config: Any, policy: Any, most: int) -> None:
     from outrider.kernels.device.mxfp4 import Mxfp4Experts
     from outrider.kvcache.pages import PagePool
     from outrider.kvcache.storage import KVStorage
-    from outrider.models.device_decoder import Buffers, DeviceDecoder
+    from outrider.models.device_decoder import Buffers, DeviceDecoder, LongBuffers
+    from outrider.models.long_prompt import LongPrompt
     from outrider.models.rows import Rows
 
     meta, dtype = torch.device("meta"), torch.bfloat16
@@ -106,7 +107,8 @@ def run_round(config: Any, policy: Any, most: int) -> None:
     provider._layers = {layer: min(layer, 1) for layer in range(config.num_layers)}
     trace = torch.empty(64, config.num_layers, config.experts_per_token, dtype=torch.uint8, device=meta)
     rows = Rows(most, most, 256, meta)
-    buffers = Buffers(config, most, most, (1, 2, 3, 4, 5), dtype, None)
+    taps = (1, 2, 3, 4, 5)
+    buffers = Buffers(config, most, most, taps, dtype, None)
     kv = KVStorage(config, PagePool(256), dtype, meta)
     replayed, drafter = Replayed(provider, trace), drafter_of(decoder, most)
 
@@ -118,6 +120,12 @@ def run_round(config: Any, policy: Any, most: int) -> None:
         QueuedRounds(
             decoder.head, rows, {most: buffers}, forward, provider, draft, width, sequences, graphs=False
         )._run(most, most)
+    provider._states = [provider._states[min(layer, 1)] for layer in range(config.num_layers)]
+    for long_rows in (512, 4096):
+        whole = LongBuffers(config, long_rows, buffers, taps, dtype, meta)
+        long = LongPrompt(decoder, kv, provider.streamed(long_rows), whole, 256, graphs=False)
+        for step in (*long._steps[:3], long.commit):
+            step()
     if isinstance(kernel, Mxfp4Experts):
         for columns in (1, 2, 4):
             wider = Mxfp4Experts(kernel._shape, columns)
@@ -205,7 +213,7 @@ def compile_cuda(capability: int, launches: list[tuple[Any, int, int]]) -> Itera
 
     distinct = dict.fromkeys((k.source, tuple(k.macros.items()), threads, shared) for k, threads, shared in launches)
     for source, macros, threads, shared in distinct:
-        used = resources(compile_cubin(source, macros, f"sm_{capability}").code)
+        used = resources(compile_cubin(source, macros, capability).code)
         static = used["static"] - (1024 if capability >= 90 else 0)  # the system's own, which is counted from there on
         yield {"kernel": source, "macros": macros, "threads": threads, **used, "shared": shared + static}
 

@@ -34,13 +34,15 @@ class CudaKernel:
         launch(stream, LaunchConfig(grid=grid, block=threads, shmem_size=shared), kernel, *map(_argument, args))
 
 
-def compile_cubin(source: str, macros: tuple[tuple[str, int], ...], arch: str) -> Any:
-    """Compile a file beside this one for `arch` (`sm_80`, or `sm_90a` for all that Hopper has); needs no GPU."""
+def compile_cubin(source: str, macros: tuple[tuple[str, int], ...], capability: int) -> Any:
+    """Compile a file beside this one for a compute capability (80: 8.0), Hopper's with all that only it has; needs no
+    GPU."""
     from cuda.core import Program, ProgramOptions
 
     folder = Path(__file__).parent
     code = (folder / source).read_text()
     defined = [(name, str(value)) for name, value in macros]
+    arch = "sm_90a" if capability == 90 else f"sm_{capability}"
     options = ProgramOptions(arch=arch, std="c++17", define_macro=defined, include_path=str(folder))
     return Program(code, "c++", options).compile("cubin")
 
@@ -51,7 +53,7 @@ def _loaded(source: str, name: str, macros: tuple[tuple[str, int], ...], device:
 
     Device(device).set_current()
     major, minor = torch.cuda.get_device_capability(device)
-    return compile_cubin(source, macros, f"sm_{major}{minor}{'a' if major == 9 else ''}").get_kernel(name)
+    return compile_cubin(source, macros, 10 * major + minor).get_kernel(name)
 
 
 def _argument(value: Argument) -> Any:

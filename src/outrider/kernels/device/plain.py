@@ -116,14 +116,13 @@ class PlainExperts:
     ) -> None:
         """See `ExpertKernel`."""
         shape, entries = self._shape, len(work.address)
-        rows, columns = _FEW if room is None else _MANY
+        (rows, columns), warps, stages = (_FEW, 4, 4) if room is None else (_MANY, 8, 2)
         at = _offsets(shape, 256 // x.element_size())
         lists = (work.address, work.start, work.pairs, bounds)
         _gate_up[(triton.cdiv(shape.inner, columns), entries)](
             x, inner, *lists, shape.inner, shape.hidden, x.stride(0), inner.stride(0), at[1], shape.alpha,
-            shape.limit or 0.0, k, shape.biased, shape.limit is not None, rows, columns, 128, num_warps=4,
-            num_stages=4 if room is None else 2,
-            enable_fp_fusion=False,
+            shape.limit or 0.0, k, shape.biased, shape.limit is not None, rows, columns, 128, num_warps=warps,
+            num_stages=stages, enable_fp_fusion=False,
         )  # fmt: skip
         _down[(triton.cdiv(shape.hidden, columns), entries)](
             inner, out, *lists, shape.hidden, shape.inner, inner.stride(0), at[2], at[3],

@@ -54,7 +54,7 @@ class LayerState:
 @triton.jit
 def _resolve(
     ids, count, prefill, slot_of, expert_of, worth, slot_address, home, staging, pending, seen,
-    address, start, pairs, bounds, sources, targets, fetches, late_sources, late_targets, late_fetches, cursor, staged,
+    address, start, pairs, bounds, sources, targets, fetches, late_sources, late_targets, late_fetches, cursor, fetched,
     SLOTS, STAGES, EXPERTS: tl.constexpr, K: tl.constexpr, EB: tl.constexpr, SB: tl.constexpr, CHUNK: tl.constexpr,
     SMALL: tl.constexpr, EMPTY: tl.constexpr, AFTER_ALL: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
     EVICTIONS: tl.constexpr, MOVED: tl.constexpr, PREFILL: tl.constexpr, STREAMED: tl.constexpr,
@@ -76,7 +76,7 @@ def _resolve(
     needed = rows > 0
     there = slot >= 0
     if STREAMED:
-        brought = tl.load(staged + e, mask=is_expert, other=0)
+        brought = tl.load(fetched + e, mask=is_expert, other=0)
         there = there & (brought == 0)
     held = needed & there
     cold = needed & (there == 0)
