@@ -216,7 +216,7 @@ def test_long_prompts_have_the_bits_of_their_chunks(slots: str) -> None:
         seen.append(torch.cat(rows))
         if stream:
             assert engine.provider.resident_keys() == before
-            assert engine.stats().streamed_prefill_steps == (2 if stream == 1024 else 1)
+            assert engine.stats().streamed_prefill_steps == 1  # what is left behind 1024 fits a bucket
         check_slots(engine)
         table.release()
         (session,) = run(engine, [prompt], greedy(8))

@@ -64,10 +64,12 @@ class StreamedExperts:
         self._cursor = torch.zeros(experts, dtype=torch.int32, device=device)
         self._prefill = torch.ones(1, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and overlap else None
+        self._ahead = False
 
     def fetch_ahead(self, layer: int, count: Tensor) -> None:
         """Start to fetch what a layer lacks (none if there is no such layer), count int32 [1]: rows of the prompt."""
-        if not self._staging or layer >= len(self._states):
+        self._ahead = bool(self._staging) and layer < len(self._states)
+        if not self._ahead:
             return
         own = self._staging[layer % 2]
         lists = (own.sources, own.targets, own.fetches)
@@ -82,7 +84,7 @@ class StreamedExperts:
 
     def join(self) -> None:
         """Wait for what `fetch_ahead` started."""
-        if self._side is not None:
+        if self._side is not None and self._ahead:  # a stream that a graph did not fork cannot be joined in it
             torch.cuda.current_stream().wait_stream(self._side)
 
     def run(self, layer: int, x: Tensor, ids: Tensor, count: Tensor, inner: Tensor, out: Tensor, room: Tensor) -> None:
