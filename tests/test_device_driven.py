@@ -213,9 +213,10 @@ def test_long_prompts_have_the_bits_of_their_chunks(slots: str) -> None:
             some = prompt[end - (stream or chunk) : end]
             rows.append(target.forward(Phase.PREFILL, [table], [some], Observation(()))[0].clone())
             target.commit(range(len(some)))
+            if len(some) > 512:
+                assert engine.provider.resident_keys() == before
         seen.append(torch.cat(rows))
         if stream:
-            assert engine.provider.resident_keys() == before
             assert engine.stats().streamed_prefill_steps == 1  # what is left behind 1024 fits a bucket
         check_slots(engine)
         table.release()

@@ -261,7 +261,7 @@ def work_of(records: list[Tensor], ids: Tensor, bounds: tuple[int, int, int]) ->
     flat = ids.flatten()
     work.start[1:] = flat.bincount(minlength=len(records)).cumsum(0)
     work.pairs.copy_(flat.argsort(stable=True))
-    work.bounds.copy_(torch.tensor(bounds))
+    work.bounds.copy_(torch.tensor([*bounds, 0, bounds[-1]]))
     return work
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fake_store import PARTS, FakeStore, make_provider
-from outrider.core import ExpertKey, ExpertPart, ExpertWeights, Phase
+from outrider.core import Band, ExpertKey, ExpertPart, ExpertWeights, Phase
 from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.home import Home
 from outrider.experts.host_provider import HostProvider
@@ -37,7 +37,9 @@ class Reader:
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
         return dict(weights)
 
-    def run(self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor) -> None:
+    def run(
+        self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor, room: Tensor | None = None
+    ) -> None:
         begin, end = bounds.tolist()
         for entry in range(begin, end):
             found = ctypes.string_at(int(work.address[entry]), 768)
@@ -170,7 +172,9 @@ def test_experts_that_pass_with_many_rows_are_copied_outside_the_cache() -> None
     spans = {"stage": device._stages, "slot": device._records}
 
     class Watching(Reader):
-        def run(self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor) -> None:
+        def run(
+            self, x: Tensor, work: Work, bounds: Tensor, k: int, inner: Tensor, out: Tensor, room: Tensor | None = None
+        ) -> None:
             super().run(x, work, bounds, k, inner, out)
             for entry in range(*bounds.tolist()):
                 at = int(work.address[entry])
@@ -221,4 +225,70 @@ def test_resident_experts_need_no_home_and_are_found_by_their_key() -> None:
     )
     device.reset_cache()  # nothing could bring them back
     assert len(device.resident_keys()) == LAYERS * EXPERTS
+    device.close()
+
+
+LONG = 12
+ROUTES = st.lists(st.integers(0, EXPERTS - 1), min_size=K, max_size=K, unique=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    before=st.lists(steps(), max_size=3),
+    long=st.lists(st.lists(ROUTES, min_size=LONG, max_size=LONG), min_size=LAYERS, max_size=LAYERS),
+    between=st.lists(st.one_of(st.none(), steps()), min_size=LAYERS, max_size=LAYERS),
+    slots=st.integers(2, EXPERTS - 1),
+)
+def test_a_long_prompt_finds_every_expert_and_evicts_none(
+    before: list[Step], long: list[list[list[int]]], between: list[Step | None], slots: int
+) -> None:
+    """Also where decoding steps run between two of its layers and move experts about."""
+    store = FakeStore(LAYERS, EXPERTS)
+    device = open_device(store, slots)
+    streamed = device.streamed(LONG)
+    for step in before:
+        run_device(device, step)
+    ids, count = torch.tensor(long, dtype=torch.int32), torch.tensor([LONG], dtype=torch.int32)
+    hits, misses, moved = 0, 0, 0
+    start = device.snapshot()
+    streamed.fetch_ahead(0, count)
+    for layer in range(LAYERS):
+        resident = {e for e in device._states[layer].expert_of.tolist() if e >= 0}
+        staged = streamed._staging[layer % 2].staged
+        brought = {e for e in range(EXPERTS) if staged[e] != 0}
+        # What a decoding step evicted since then is neither here nor there, and read where it lies.
+        assert resident | brought == set(range(EXPERTS)) or any(between[:layer])
+        moved += len(brought)
+        streamed.fetch_ahead(layer + 1, count)
+        if (step := between[layer]) is not None:
+            run_device(device, step)
+        held = {e for e in device._states[layer].expert_of.tolist() if e >= 0} - brought
+        union = {e for row in long[layer] for e in row}
+        hits, misses = hits + len(union & held), misses + len(union - held)
+        kept = device._states[layer].expert_of.tolist()
+        out = torch.full((LONG * K, 2), -1.0)
+        streamed.run(layer, torch.empty(0), ids[layer], count, torch.empty(0), out, torch.empty(0))
+        streamed.join()
+        assert out.tolist() == [[expert, layer] for row in long[layer] for expert in row]
+        assert device._states[layer].expert_of.tolist() == kept
+    streamed.commit(ids, count)
+    seen = device.snapshot()
+    if not any(between):
+        assert (seen.prefill_hits - start.prefill_hits, seen.prefill_misses - start.prefill_misses) == (hits, misses)
+        assert seen.h2d_bytes[Band.ON_DEMAND] - start.h2d_bytes[Band.ON_DEMAND] == moved * store.layout.record_nbytes
+        assert seen.evictions == start.evictions
+    assert (seen.prefill_hits + seen.prefill_misses) >= (start.prefill_hits + start.prefill_misses) + hits + misses
+    device.close()
+
+
+def test_a_long_prompt_without_rows_moves_nothing() -> None:
+    """As when its graphs are captured."""
+    device = open_device(FakeStore(LAYERS, EXPERTS), 3)
+    streamed, none = device.streamed(LONG), torch.zeros(1, dtype=torch.int32)
+    for layer in range(LAYERS):
+        streamed.fetch_ahead(layer, none)
+        ids, out = torch.zeros(LONG, K, dtype=torch.int32), torch.full((12 * K, 2), -1.0)
+        streamed.run(layer, torch.empty(0), ids, none, torch.empty(0), out, torch.empty(0))
+        assert (out == -1).all()
+    assert device.resident_keys() == [] and device.snapshot().h2d_bytes[Band.ON_DEMAND] == 0
     device.close()

@@ -7,16 +7,32 @@ run.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.experts.streamed import StreamedExperts
 from outrider.kernels.device.attention import PROMPT_UNIT
 from outrider.kernels.device.graph import captured
 from outrider.kvcache.storage import KVStorage
 from outrider.models.device_decoder import DeviceDecoder, LongBuffers
 from outrider.models.rows import Rows, RowsOf
+
+
+class LongExperts(Protocol):
+    """Expert memory as a long prompt sees it; see `experts/streamed.py`."""
+
+    def fetch_ahead(self, layer: int, count: Tensor) -> None:
+        """Start to fetch what a layer lacks."""
+
+    def join(self) -> None:
+        """Wait for it."""
+
+    def run(self, layer: int, x: Tensor, ids: Tensor, count: Tensor, inner: Tensor, out: Tensor, room: Tensor) -> None:
+        """Send rows to their experts."""
+
+    def commit(self, ids: Tensor, count: Tensor) -> None:
+        """End the step."""
 
 
 class LongPrompt:
@@ -26,7 +42,7 @@ class LongPrompt:
         self,
         decoder: DeviceDecoder,
         kv: KVStorage,
-        experts: StreamedExperts,
+        experts: LongExperts,
         buffers: LongBuffers,
         pages: int,
         graphs: bool,

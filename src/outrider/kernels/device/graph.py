@@ -1,5 +1,6 @@
 """Capture of queued work as a CUDA graph."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,12 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    collects = gc.isenabled()
+    gc.disable()  # a graph of an engine that is gone, destroyed during the capture, would end it
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay

@@ -5,6 +5,7 @@ rows an expert. Both give the same bits.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from outrider.core import ExpertPart, ExpertWeights
@@ -16,6 +17,9 @@ from outrider.kernels.device.work import Work
 
 MOST_BLOCKS = 2048
 """Thread blocks of a launch: they take tiles in turn, so that few entries start few idle blocks."""
+
+MOST_SHARES = 8
+"""Thread blocks that share the rows of an expert."""
 
 _GATE_UP = {"TILES": 2, "PARTS": 2, "DEPTH": 3, "GATED": 1}
 _DOWN = {"TILES": 1, "PARTS": 4, "DEPTH": 3, "GATED": 0}
@@ -32,7 +36,7 @@ class Mxfp4Experts:
     """`ExpertKernel` of packed MXFP4 weights. `columns`: most tiles of 8 rows that one pass over the weights serves."""
 
     def __init__(self, shape: ExpertShape, columns: int = 2) -> None:
-        self._shape, self._columns = shape, columns
+        self._shape = shape
         self._few = tuple(
             CudaKernel("mxfp4.cu", "project", macros | {"COLUMNS": columns}) for macros in (_GATE_UP, _DOWN)
         )
@@ -76,15 +80,10 @@ class Mxfp4Experts:
             (kernels[0], x, inner, 2 * shape.inner, shape.hidden, k, at[:3]),
             (kernels[1], inner, out, shape.hidden, shape.inner, 1, at[3:]),
         ):
-            if room is None:
-                each, parts = kernel.macros["TILES"], kernel.macros["PARTS"]
-                threads, shared = 32 * each * parts, each * parts * self._columns * 512
-            else:
-                each = kernel.macros["WARPS"]
-                threads, shared = 32 * each, 0
-            blocks = min(-(-rows // 16 // each) * len(work.address), MOST_BLOCKS)
+            tiles, threads, shared, shares = _geometry(kernel, len(work.pairs) // len(work.address))
+            blocks = min(triton.cdiv(rows // 16, tiles) * len(work.address), MOST_BLOCKS)
             kernel.launch(
-                (blocks,), threads, shared,
+                (blocks, shares), threads, shared,
                 source, target, *lists, rows, groups(columns), visits, source.stride(0), target.stride(0), *places,
                 shape.alpha, shape.limit or 0.0,
             )  # fmt: skip
@@ -117,6 +116,15 @@ class Mxfp4Experts:
                 both = torch.stack((gate, up), dim=1).flatten(0, 1)
             stored[kind] = both[gated_rows(self._shape.inner).to(both.device)], down
         return {name: (stored["blocks"][i], stored["scales"][i]) for i, name in enumerate(("gate_up", "down"))}
+
+
+def _geometry(kernel: CudaKernel, rows: int) -> tuple[int, int, int, int]:
+    """Weight tiles of a block, its threads and shared bytes, and blocks that share the `rows` of an expert."""
+    macros = kernel.macros
+    if "WARPS" in macros:
+        return macros["WARPS"], 32 * macros["WARPS"], 0, max(1, min(rows // (8 * macros["COLUMNS"]), MOST_SHARES))
+    warps = macros["TILES"] * macros["PARTS"]
+    return macros["TILES"], 32 * warps, warps * macros["COLUMNS"] * 512, 1
 
 
 def _wide_kernel(macros: dict[str, int], wide: dict[str, int]) -> CudaKernel:

@@ -135,7 +135,8 @@ project_wide(const u16* x, void* out, const u64* address, const int* start, cons
     const int first = start[entry], rows = start[entry + 1] - first;
     const u16* bias = bias_at < 0 ? nullptr : (const u16*)(record + bias_at);
     const long unit = (long)min(tile, tiles - 1) * groups;  // a tile that does not exist is computed and not stored
-    for (int done = 0; done < rows; done += ROWS) {
+    // Blocks of one x share an expert's rows, so that one with many does not keep a single block long after all others.
+    for (int done = blockIdx.y * ROWS; done < rows; done += gridDim.y * ROWS) {
       Ahead weights = {(const uint4*)(record + words_at) + unit * 32 + lane,
                        (const u16*)(record + scales_at) + unit * 16 + of_row * 2 + (quarter >> 1)};
 #pragma unroll
