@@ -12,7 +12,7 @@ from outrider import SamplingParams
 from outrider.checkpoint.hf_config import read_config
 from outrider.config import EngineOptions, parse_slots
 from outrider.core import ExpertKey, Phase
-from outrider.engine import build, device_target, queued_rounds
+from outrider.engine import device_target, memory_needs, queued_rounds
 from outrider.engine.build import _driver, build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.queued_rounds import MOST_ROUNDS
@@ -383,7 +383,7 @@ def test_what_the_device_cannot_drive_is_said(tmp_path: Path) -> None:
 @on_cpu
 def test_a_refusal_names_what_the_device_needs_beside_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MAKERS["qwen3_moe"](tmp_path)
-    monkeypatch.setattr(build, "available_ram", lambda: 1 << 20)
+    monkeypatch.setattr(memory_needs, "available_ram", lambda: 1 << 20)
     options = EngineOptions(parse_slots("50%"), device="cpu", driver="device", prefill_chunk=64)
     with pytest.raises(ConfigError, match=r"places for experts that pass .* \+ activations .* \+ logits"):
         build_engine(str(tmp_path), options)

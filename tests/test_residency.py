@@ -234,6 +234,6 @@ def test_settings_that_do_not_exist_are_refused_by_name() -> None:
 
 
 def test_a_model_larger_than_memory_is_refused_with_the_sum(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.build.available_ram", lambda: 100_000)
+    monkeypatch.setattr("outrider.engine.memory_needs.available_ram", lambda: 100_000)
     with pytest.raises(ConfigError, match=r"dense weights .* \+ 24 expert slots .* come to"):
         build_engine(str(folder), EngineOptions())

@@ -5,7 +5,7 @@ Contract: a `ModelConfig` says everything that the forward pass and the memory p
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from outrider.errors import ConfigError, RequestError
@@ -217,6 +217,10 @@ def parse_width(text: str) -> Width:
 class EngineOptions:
     """How one engine is run.
 
+    expert_slots: experts that may be resident; None: as many as `gpu_memory` leaves room for, all without it.
+    gpu_memory: bytes of device memory that this process may use, 768 MiB for CUDA itself included; None: all.
+    ram: bytes of host memory that may be pinned; experts that need more are read from the checkpoint's files by the
+        host-driven provider, which is slower and is said (`Engine.note`). None: all.
     draft: a DFlash drafter (`demo`, a folder or a hub id); None decodes plainly.
     width: rows of a verify, the anchor included: "auto" is the draft's whole block, "off" ignores the draft.
     route_ahead_stats: record S3 (`stats().route_ahead`).
@@ -231,7 +235,7 @@ class EngineOptions:
         machine can be far too many (its threads spin while they wait for each other).
     """
 
-    expert_slots: SlotBudget = field(default_factory=lambda: SlotBudget(fraction=1.0))
+    expert_slots: SlotBudget | None = None
     policy: PolicyName = "decayed-lfu"
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
@@ -240,6 +244,8 @@ class EngineOptions:
     max_batch: int = 16
     prefill_chunk: int = 512
     stream_chunk: int = 4096
+    gpu_memory: int | None = None
+    ram: int | None = None
     probe_copies: bool = True
     threads: int | None = None
     driver: DriverName = "auto"
@@ -251,7 +257,7 @@ class EngineOptions:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
-        for name in ("max_context", "kv_tokens", "max_batch", "prefill_chunk", "threads"):
+        for name in ("max_context", "kv_tokens", "max_batch", "prefill_chunk", "threads", "gpu_memory", "ram"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")

@@ -18,5 +18,9 @@ class ConfigError(OutriderError):
     """A setting, or a combination of settings and model, that cannot work."""
 
 
+class DeviceError(OutriderError):
+    """The GPU failed under a running engine."""
+
+
 class RequestError(OutriderError):
     """A prompt or a sampling parameter that this model cannot serve."""

@@ -6,13 +6,18 @@ from typing import Annotated
 
 import typer
 
-from outrider.config import DeviceName, DriverName, DtypeName, PolicyName
+from outrider.config import DeviceName, DriverName, DtypeName, PolicyName, parse_bytes
 from outrider.errors import RequestError
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or 'demo'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Output = Annotated[Path | None, typer.Option(help="Also write the JSON here.")]
-Slots = Annotated[str, typer.Option(help="Experts that may be resident: 50%, 6GiB in all, or slots per layer.")]
+Slots = Annotated[
+    str | None,
+    typer.Option(help="Experts that may be resident: 50%, 6GiB in all, or slots per layer. Default: what fits."),
+]
+GpuMemory = Annotated[str | None, typer.Option(help="Device memory that may be used: 24GiB.")]
+Ram = Annotated[str | None, typer.Option(help="Host memory that may be pinned: 64GiB; the rest stays in files.")]
 Policy = Annotated[PolicyName, typer.Option(help="Which resident expert is evicted.")]
 Device = Annotated[DeviceName, typer.Option(help="Where to compute.")]
 Driver = Annotated[DriverName, typer.Option(help="Who decides about experts: Python (host) or captured kernels.")]
@@ -34,6 +39,10 @@ def given_prompt(text: str | None, ids: str | None) -> str | list[int]:
     if ids is not None:
         return given_ids(ids)
     return sys.stdin.read() if text == "-" else str(text)
+
+
+def given_bytes(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
 
 
 def given_ids(ids: str) -> list[int]:

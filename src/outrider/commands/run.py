@@ -11,10 +11,12 @@ from outrider.commands.options import (
     Draft,
     Driver,
     Dtype,
+    GpuMemory,
     Json,
     MaxTokens,
     Model,
     Policy,
+    Ram,
     Seed,
     Slots,
     Temperature,
@@ -22,6 +24,7 @@ from outrider.commands.options import (
     TopK,
     TopP,
     WidthText,
+    given_bytes,
     given_prompt,
 )
 from outrider.config import SamplingParams, parse_width
@@ -70,7 +73,9 @@ def generate(
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
     draft: Draft = None,
     width: WidthText = "auto",
-    expert_slots: Slots = "100%",
+    expert_slots: Slots = None,
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
     policy: Policy = "decayed-lfu",
     device: Device = "auto",
     driver: Driver = "auto",
@@ -87,8 +92,8 @@ def generate(
     """Complete one prompt, streamed, then show the statistics."""
     given = given_prompt(prompt, prompt_ids)
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
-    options = {"policy": policy, "device": device, "driver": driver, "dtype": dtype, "threads": threads}
-    options["max_context"] = max_context
+    options: dict[str, Any] = {"policy": policy, "device": device, "driver": driver, "dtype": dtype, "threads": threads}
+    options |= {"max_context": max_context, "gpu_memory": given_bytes(gpu_memory), "ram": given_bytes(ram)}
     with _load(model, draft=draft, width=parse_width(width), expert_slots=expert_slots, **options) as llm:
         report = stream(llm, given, params, quiet=as_json)
         if as_json:
@@ -101,7 +106,9 @@ def chat(
     model: Model,
     draft: Draft = None,
     width: WidthText = "auto",
-    expert_slots: Slots = "100%",
+    expert_slots: Slots = None,
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
     policy: Policy = "decayed-lfu",
     device: Device = "auto",
     driver: Driver = "auto",
@@ -123,8 +130,8 @@ def chat(
     from outrider.engine.tokenizer import Tokenizer
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed)
-    options = {"policy": policy, "device": device, "driver": driver, "dtype": dtype, "threads": threads}
-    options["max_context"] = max_context
+    options: dict[str, Any] = {"policy": policy, "device": device, "driver": driver, "dtype": dtype, "threads": threads}
+    options |= {"max_context": max_context, "gpu_memory": given_bytes(gpu_memory), "ram": given_bytes(ram)}
     Tokenizer(locate(model)).check_chat()
     with _load(model, draft=draft, width=parse_width(width), expert_slots=expert_slots, **options) as llm:
         history = converse(llm, params, quiet=as_json)

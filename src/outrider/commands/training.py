@@ -38,7 +38,7 @@ def train_draft(
     heldout: Annotated[int, typer.Option(help="Held-out prompts that acceptance is measured on.")] = 64,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
     seed: Annotated[int, typer.Option(help="Of all choices.")] = 0,
-    expert_slots: Slots = "100%",
+    expert_slots: Slots = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -64,7 +64,7 @@ def train_draft(
         seed=seed,
         save_every=save_every,
     )
-    options = EngineOptions(parse_slots(expert_slots), device=device)
+    options = EngineOptions(parse_slots(expert_slots) if expert_slots else None, device=device)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with progress_bars("") as progress:

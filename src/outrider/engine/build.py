@@ -1,25 +1,26 @@
 """The composition root: from a model's name and options to a running engine. Nothing else wires parts together."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.checkpoint import Checkpoint, locate, open_checkpoint
+from outrider.checkpoint import locate, open_checkpoint
 from outrider.checkpoint.draft import DraftCheckpoint, open_draft
 from outrider.checkpoint.locate import locate_draft
 from outrider.config import DriverName, EngineOptions, ModelConfig, format_bytes
 from outrider.core import Progress, no_progress
 from outrider.engine.build_host import Parts, build_host
 from outrider.engine.engine import Engine
+from outrider.engine.faults import device_faults
+from outrider.engine.memory_needs import MemoryNeeds
+from outrider.engine.memory_plan import RUNTIME_NBYTES
 from outrider.errors import ConfigError
-from outrider.experts.budget import slots_per_layer
 from outrider.experts.host_provider import HostProvider
 from outrider.experts.layout import torch_dtype
 from outrider.experts.store import MappedStore
 from outrider.kvcache.pages import PAGE_SIZE, PagePool, pages_for
-from outrider.kvcache.storage import KVShape, KVStorage, kv_bytes_per_token
+from outrider.kvcache.storage import KVShape, KVStorage
 from outrider.models.decoder import Decoder
 from outrider.models.layers import Weights
 from outrider.models.target import TargetModel
@@ -35,13 +36,18 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 4096
 
 
-@torch.inference_mode(mode=False)  # slots and pages are written outside of it, whatever the caller is in
 def build_engine(model: str, options: EngineOptions | None = None, progress: Progress = no_progress) -> Engine:
     """Open, check and load `model` (`demo`, a folder or a hub id).
 
-    Raises: OutriderError (CheckpointError, ConfigError) in one sentence, before anything is left half-built.
+    Raises: OutriderError (CheckpointError, ConfigError, DeviceError) in one sentence, before anything is left
+        half-built.
     """
-    options = options or EngineOptions()
+    with device_faults("the engine was built"):
+        return _build(model, options or EngineOptions(), progress)
+
+
+@torch.inference_mode(mode=False)  # slots and pages are written outside of it, whatever the caller is in
+def _build(model: str, options: EngineOptions, progress: Progress) -> Engine:
     checkpoint = open_checkpoint(locate(model))
     config = checkpoint.config
     draft = _open_draft(options, model, config)
@@ -50,23 +56,32 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     most_rows = _most_rows(options, draft)
     max_context = _context(config, options)
     prompt_rows = _prompt_rows(options, max_context)
-    driver, note = _driver(config, options, most_rows, device, dtype)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-
     mapped = MappedStore(checkpoint)
-    slots = slots_per_layer(config, options.expert_slots, mapped.layout.record_nbytes)
-    resident = min(slots.values()) == config.num_experts
     kv_tokens = options.kv_tokens or 4 * max_context
-    record = mapped.layout.record_nbytes
-    extra: dict[str, int] = {}
-    if driver == "device":
-        extra = _device_terms(config, options, draft, most_rows, prompt_rows, list(slots.values()), record, dtype)
-    _check_memory(checkpoint, draft, mapped, sum(slots.values()), extra, resident, kv_tokens, device, dtype)
+    driver, note = _driver(config, options, most_rows, device, dtype)
+
+    def needs_of(driver: DriverName) -> MemoryNeeds:
+        return MemoryNeeds(
+            checkpoint, draft, mapped, options, driver == "device", kv_tokens, most_rows, prompt_rows,
+            _width(options, draft), device, dtype,
+        )  # fmt: skip
+
+    slots = needs_of(driver).slots()
+    pinned = needs_of(driver).pinned(slots)
+    if options.ram is not None and pinned > options.ram:
+        driver, note = _unpinned(options, pinned)
+        slots, pinned = needs_of(driver).slots(), 0
+    needs_of(driver).check(slots, pinned)
+    if options.gpu_memory is not None:
+        _bound_device(device, options.gpu_memory)
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
     pool = PagePool(pages_for(kv_tokens))
     kv = _pages(config, pool, dtype, device)
-    parts = Parts(checkpoint, mapped, slots, loader.of(checkpoint.dense), kv, options, device, dtype, max_context)
+    parts = Parts(
+        checkpoint, mapped, slots, loader.of(checkpoint.dense), kv, options, device, dtype, max_context, pinned > 0
+    )
     decoder: Decoder | DeviceDecoder
     provider: HostProvider | DeviceProvider
     target: TargetModel
@@ -115,25 +130,22 @@ def _driver(
     return "host", f"experts are driven by the host, which is slower: the device could, but {why}"
 
 
-def _device_terms(
-    config: ModelConfig,
-    options: EngineOptions,
-    draft: DraftCheckpoint | None,
-    rows: int,
-    prompt_rows: int,
-    slots: list[int],
-    record: int,
-    dtype: torch.dtype,
-) -> dict[str, int]:
-    """What a device that drives needs beside weights, slots and KV, in bytes."""
-    from outrider.engine.build_device import working_nbytes
-    from outrider.experts.device_provider import places_for, staging_slots
+def _unpinned(options: EngineOptions, pinned: int) -> tuple[DriverName, str]:
+    """Who drives where the experts may not all be pinned.
 
-    taps = draft.config.tap_layers if draft else ()
-    passing = staging_slots(config.num_experts, config.experts_per_token, rows)
-    passing += 2 * places_for(config.num_experts, slots) if prompt_rows else 0
-    terms = {f"{passing} places for experts that pass": passing * record} if passing else {}
-    return terms | working_nbytes(config, rows, prompt_rows, options.max_batch, taps, dtype)
+    Raises: ConfigError if the device is asked to.
+    """
+    assert options.ram is not None
+    found = f"{format_bytes(pinned)} of experts would have to be pinned and ram allows {format_bytes(options.ram)}"
+    if options.driver == "device":
+        raise ConfigError(f"driver is 'device', but {found}; raise --ram, or use --driver host")
+    return "host", f"experts are driven by the host and read from the checkpoint's files, which is slower: {found}"
+
+
+def _bound_device(device: torch.device, gpu_memory: int) -> None:
+    """Let this process allocate no more than that, less what CUDA itself takes; more is an error, not a leak."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (gpu_memory - RUNTIME_NBYTES) / total), device)
 
 
 def _prompt_rows(options: EngineOptions, max_context: int) -> int:
@@ -210,8 +222,12 @@ def _device(options: EngineOptions) -> torch.device:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but no CUDA GPU is usable here; use --device cpu")
     if options.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(options.device)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        device = torch.device(options.device)
+    if device.type == "cpu" and (options.gpu_memory is not None or options.ram is not None):
+        raise ConfigError("gpu_memory and ram bound what a GPU uses, and the device is a CPU; leave them out")
+    return device
 
 
 def _dtype(options: EngineOptions, device: torch.device) -> torch.dtype:
@@ -228,53 +244,3 @@ def _context(config: ModelConfig, options: EngineOptions) -> int:
             f"max_context is {options.max_context}, but the model was made for {config.max_positions} positions"
         )
     return options.max_context
-
-
-def _check_memory(
-    checkpoint: Checkpoint,
-    draft: DraftCheckpoint | None,
-    store: MappedStore,
-    slots: int,
-    extra: dict[str, int],
-    resident: bool,
-    kv_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Refuse what cannot fit before anything is allocated. KV on a CPU costs memory when it is used, so not here.
-
-    Raises: ConfigError with every term of the sum.
-    """
-    dense = checkpoint.dense_elements() * dtype.itemsize
-    terms = {"dense weights": dense, f"{slots} expert slots": slots * store.layout.record_nbytes}
-    terms |= extra
-    kv = kv_bytes_per_token(checkpoint.config, dtype)
-    if draft:
-        terms["the draft"] = draft.elements() * dtype.itemsize
-        kv += kv_bytes_per_token(draft.config, dtype)
-    if device.type == "cuda":
-        terms[f"KV of {kv_tokens} tokens"] = kv_tokens * kv
-        _refuse_over("GPU memory", terms, torch.cuda.mem_get_info(device)[0])
-        if not resident:
-            _refuse_over("RAM", {"pinned experts": sum(store.expert_nbytes.values())}, available_ram())
-    else:
-        _refuse_over("RAM", terms, available_ram())
-
-
-def _refuse_over(what: str, terms: dict[str, int], available: int | None) -> None:
-    needed = sum(terms.values())
-    if available is not None and needed > available:
-        listed = " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items())
-        raise ConfigError(
-            f"{format_bytes(available)} of {what} are free, and {listed} come to {format_bytes(needed)}; "
-            "lower --expert-slots or --max-context"
-        )
-
-
-def available_ram() -> int | None:
-    """Bytes that can be allocated without swapping, None where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None

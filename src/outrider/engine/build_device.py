@@ -12,8 +12,9 @@ from outrider.config import DraftConfig, ModelConfig
 from outrider.core import Progress
 from outrider.engine.build_host import Parts
 from outrider.engine.device_target import DeviceTarget
-from outrider.experts.device_provider import DeviceProvider
+from outrider.experts.device_provider import DeviceProvider, places_for, staging_slots
 from outrider.experts.home import Home, PackedRecords
+from outrider.experts.layout import ExpertLayout
 from outrider.kernels.device.experts import ExpertKernel, ExpertShape
 from outrider.kernels.device.mxfp4 import Mxfp4Experts
 from outrider.kernels.device.plain import PlainExperts
@@ -22,7 +23,7 @@ from outrider.kvcache.storage import KVStorage
 from outrider.models.device_decoder import Buffers, DeviceDecoder, LongBuffers
 from outrider.models.layers import Weights
 from outrider.models.rows import BUCKETS, bucket_for
-from outrider.spec.device_drafter import DeviceDrafter, block_pages
+from outrider.spec.device_drafter import DeviceDrafter, block_pages, drafter_nbytes
 
 _PROBE_BYTES = 512 << 20
 
@@ -53,18 +54,41 @@ def expert_kernel(config: ModelConfig, dtype: torch.dtype) -> ExpertKernel:
     return Mxfp4Experts(shape) if config.mxfp4_experts else PlainExperts(shape, dtype)
 
 
+def packed_layout(config: ModelConfig, dtype: torch.dtype) -> ExpertLayout:
+    """Of a slot."""
+    return ExpertLayout.of(expert_kernel(config, dtype).parts())
+
+
+def passing_places(config: ModelConfig, slots: dict[int, int], rows: int, prompt_rows: int) -> int:
+    """Places beside the slots for experts that pass through a step."""
+    if min(slots.values()) == config.num_experts:
+        return 0
+    passing = staging_slots(config.num_experts, config.experts_per_token, rows)
+    return passing + (2 * places_for(config.num_experts, list(slots.values())) if prompt_rows else 0)
+
+
 def working_nbytes(
-    config: ModelConfig, rows: int, prompt_rows: int, sequences: int, taps: tuple[int, ...], dtype: torch.dtype
+    config: ModelConfig,
+    draft: DraftConfig | None,
+    rows: int,
+    prompt_rows: int,
+    sequences: int,
+    width: int,
+    dtype: torch.dtype,
 ) -> dict[str, int]:
-    """Bytes on the device beside weights, slots and KV, by what they are for; steps have up to `rows` rows, those of
-    long prompts up to `prompt_rows`."""
-    most, queued = bucket_for(rows), bucket_for(sequences)
+    """Bytes on the device beside weights, slots and KV, by what they are for.
+
+    Args: rows, prompt_rows: most rows of a step and of a long prompt; width: of a sequence in a verify.
+    """
+    taps = draft.tap_layers if draft else ()
+    most, queued = bucket_for(rows), bucket_for(sequences * width)
     buffers = Buffers(config, most, most, taps, dtype, None)
     activations = buffers.nbytes
     if prompt_rows:
         activations += LongBuffers(config, prompt_rows, buffers, taps, dtype, torch.device("meta")).nbytes
-    logits = 4 * config.vocab_size * (queued + most)  # those of queued rounds, and of a verify
-    return {"activations": activations, "logits": logits}
+    logits = 4 * config.vocab_size * (queued + bucket_for(sequences * width))  # of queued rounds, and of a verify
+    terms = {"activations": activations, "logits": logits}
+    return terms | ({"the drafter's activations": drafter_nbytes(draft, rows, sequences, dtype)} if draft else {})
 
 
 def build_device(

@@ -23,7 +23,12 @@ _PROBE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Parts:
-    """What either driver builds on. `slots`: of each MoE layer; `weights`: dense tensors, loaded when asked for."""
+    """What either driver builds on.
+
+    Attributes:
+        slots: of each MoE layer. weights: dense tensors, loaded when asked for.
+        pinned: whether absent experts lie in pinned memory; if not, they are read from the checkpoint's files.
+    """
 
     checkpoint: Checkpoint
     mapped: MappedStore
@@ -34,6 +39,7 @@ class Parts:
     device: torch.device
     dtype: torch.dtype
     max_context: int
+    pinned: bool
 
     @property
     def resident(self) -> bool:
@@ -46,9 +52,8 @@ def build_host(parts: Parts, progress: Progress) -> tuple[Decoder, HostProvider,
     config, device, options = parts.checkpoint.config, parts.device, parts.options
     decoder = Decoder(config, parts.weights)
     # Experts that all fit are read once, straight into their slots: no second copy in pinned memory.
-    on_gpu = device.type == "cuda"
-    store = PinnedStore(parts.mapped, progress) if on_gpu and not parts.resident else parts.mapped
-    backend = CudaBackend(device) if on_gpu else HostBackend()
+    store = PinnedStore(parts.mapped, progress) if parts.pinned else parts.mapped
+    backend = CudaBackend(device) if device.type == "cuda" else HostBackend()
     provider = HostProvider(store, parts.slots, config.num_experts, options.policy, backend, device)
     if parts.resident:
         _preload(provider, parts.checkpoint.expert_keys(), len(store.expert_nbytes), progress)

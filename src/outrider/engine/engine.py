@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.checkpoint import Checkpoint
 from outrider.config import SamplingParams
 from outrider.core import Band, ExpertKey
+from outrider.engine.faults import device_faults
 from outrider.engine.interrupts import interrupts_deferred
 from outrider.engine.runner import Runner
 from outrider.errors import RequestError
@@ -95,7 +96,7 @@ class Engine:
 
     def step(self) -> StepResult[SpecSession] | None:
         """Run one step; None if there is nothing to do. An interrupt waits until the step is over."""
-        with interrupts_deferred():
+        with interrupts_deferred(), device_faults("running a step"):
             plan = self.scheduler.schedule()
             if plan is None:
                 return None
@@ -128,7 +129,7 @@ class Engine:
         with ExitStack() as undo:
             undo.callback(self.cancel, session)
             while not session.prefilled:
-                with interrupts_deferred():
+                with interrupts_deferred(), device_faults("running a prompt"):
                     self.rounds.prefill(session, self.scheduler.next_chunk(session))
             undo.pop_all()
         self._retire([session])
@@ -136,12 +137,12 @@ class Engine:
 
     def draft_round(self, sessions: Ids[SpecSession]) -> list[DraftResult]:
         """One drafter pass for all `sessions`. Raises: RuntimeError in the wrong order (`spec/session.py`)."""
-        with interrupts_deferred():
+        with interrupts_deferred(), device_faults("drafting"):
             return self.rounds.draft_round(sessions)
 
     def verify_round(self, sessions: Ids[SpecSession], widths: Ids[int] | None = None) -> list[VerifyResult]:
         """One target step for all `sessions`. Raises: as `Rounds.verify_round`."""
-        with interrupts_deferred():
+        with interrupts_deferred(), device_faults("verifying"):
             results = self.rounds.verify_round(sessions, widths)
             self._retire(sessions)
             return results

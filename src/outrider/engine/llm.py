@@ -45,7 +45,8 @@ class LLM:
         model: `demo`, a checkpoint folder or a hub id.
         draft: its DFlash drafter (`demo`, a folder or a hub id); None decodes plainly. No token depends on it when
             greedy, no probability when sampled.
-        expert_slots: how much of the experts may be resident: "50%", "6GiB", or slots per layer.
+        expert_slots: how much of the experts may be resident: "50%", "6GiB", or slots per layer; None: all, or what
+            `gpu_memory` leaves room for.
         options: further `EngineOptions` fields (policy, device, dtype, max_context, ...).
 
     Raises: OutriderError in one sentence if the model cannot be loaded this way.
@@ -55,12 +56,14 @@ class LLM:
         self,
         model: str,
         draft: str | None = None,
-        expert_slots: str = "100%",
+        expert_slots: str | None = None,
         policy: PolicyName = "decayed-lfu",
         progress: Progress = no_progress,
         **options: Any,
     ) -> None:
-        settings = EngineOptions(expert_slots=parse_slots(expert_slots), policy=policy, draft=draft, **options)
+        settings = EngineOptions(
+            parse_slots(expert_slots) if expert_slots else None, policy=policy, draft=draft, **options
+        )
         self.engine = build_engine(model, settings, progress)
         self.tokenizer = Tokenizer(self.engine.checkpoint.folder)
 

@@ -228,6 +228,20 @@ def block_pages(config: DraftConfig) -> int:
     return pages_for(config.block_size)
 
 
+def drafter_nbytes(config: DraftConfig, rows: int, sequences: int, dtype: torch.dtype) -> int:
+    """Bytes of a drafter's activations, for as many rows and sequences as it is made for."""
+    meta = torch.empty(0, dtype=dtype, device="meta")
+    taps = len(config.tap_layers) * config.hidden_size
+    held: list[_Blocks | _Feed] = [
+        _Blocks(config, b, config.draft_vocab_size, meta) for b in buckets_up_to(sequences * config.block_size)
+    ]
+    held += [_Feed(config, b, taps, dtype, meta.device) for b in buckets_up_to(rows)]
+    tensors = [
+        t for own in held for value in vars(own).values() for t in (value if isinstance(value, tuple) else [value])
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def _load(config: DraftConfig, weights: Weights, layer: int) -> _Layer:
     prefix = f"layers.{layer}"
 
