@@ -11,12 +11,12 @@ PREFACE = """# Benchmarks
 
 Rendered by `outrider bench tables benchmarks/results > BENCHMARKS.md`; a test keeps it equal to the result files.
 
-**What is shown.** Kernels, decoding steps and DFlash rounds of one sequence, greedy, driven by the device (captured graphs),
-on synthetic models: true shapes and bytes, random weights. Routing is "uniform" (drawn, the worst case of a cache), "own"
-(the random router's) or a recorded trace of the real model, named by its file. And decoding with real weights (the
-demo) and of synthetic layers by the host-driven provider (Python chooses victims, a thread copies); tokens are compared
-with those of the first row. Drafts of random weights hardly ever stand, so rounds show what they cost, not what they
-give. **What is not shown yet:** concurrency, other engines measured side by side.
+**What is shown.** Kernels, decoding steps and DFlash rounds of one sequence, greedy, driven by the device (captured
+graphs), on synthetic models: true shapes and bytes, random weights. Routing is "uniform" (drawn, the worst case of a
+cache), "own" (the random router's) or a recorded trace of the real model, named by its file. And decoding with real
+weights (the demo) and of synthetic layers by the host-driven provider (Python chooses victims, a thread copies); tokens
+are compared with those of the first row. Drafts of random weights hardly ever stand, so rounds show what they cost, not
+what they give. **What is not shown yet:** concurrency, other engines measured side by side.
 
 "expected" is the resident step of the same run plus cold bytes over what the copy engine moves: a cache that costs
 nothing and overlaps nothing. "of its limit" compares with a device copy (read and write), of a fetch with the copy
