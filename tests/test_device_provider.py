@@ -292,3 +292,13 @@ def test_a_long_prompt_without_rows_moves_nothing() -> None:
         assert (out == -1).all()
     assert device.resident_keys() == [] and device.snapshot().h2d_bytes[Band.ON_DEMAND] == 0
     device.close()
+
+
+def test_marks_are_reached_in_order() -> None:
+    device = open_device(FakeStore(LAYERS, EXPERTS), 3)
+    reached: list[tuple[int, str]] = []
+    device.mark = lambda layer, what: reached.append((layer, what))  # type: ignore[method-assign]
+    run_device(device, Step(Phase.DECODE, [[[0, 1]]] * LAYERS, [0]))
+    order = ["routed", "resolved", "fetch", "fetched", "resident", "joined", "absent"]
+    assert reached == [(layer, what) for layer in range(LAYERS) for what in order]
+    device.close()

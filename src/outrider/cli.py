@@ -39,7 +39,14 @@ for command in (
     app.command()(command)
 app.add_typer(bench, name="bench")
 bench.command("round")(measure.dflash_round)
-for measurement in (measure.residency, measure.kernels, measure.step, measure.prefill, measure.tables):
+for measurement in (
+    measure.residency,
+    measure.kernels,
+    measure.step,
+    measure.timeline,
+    measure.prefill,
+    measure.tables,
+):
     bench.command()(measurement)
 
 

@@ -4,6 +4,7 @@ Every expert record has an address of its own but the bytes of one of a few; cac
 for it. Routing is the random router's own, near uniform, or replayed from a trace.
 """
 
+from collections.abc import Callable
 from math import sqrt
 
 import torch
@@ -24,7 +25,7 @@ from outrider.kernels.device.experts import ExpertKernel
 from outrider.kernels.device.mxfp4_packing import SCALE_SHIFT
 from outrider.kvcache.pages import PagePool, PageTable, pages_for
 from outrider.kvcache.storage import KVStorage
-from outrider.models.device_decoder import DeviceDecoder
+from outrider.models.device_decoder import DeviceDecoder, DeviceExperts
 from outrider.models.rows import BUCKETS
 from outrider.models.target import QueuedTokens
 from outrider.spec.device_drafter import DeviceDrafter, block_pages
@@ -55,6 +56,7 @@ class SyntheticTarget:
         trace: Tensor | None = None,
         draft: DraftConfig | None = None,
         prompt_rows: int = 0,
+        mark: Callable[[int, str], None] | None = None,
     ) -> None:
         self.config, device, dtype = config, torch.device("cuda"), torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
@@ -82,6 +84,8 @@ class SyntheticTarget:
             device,
             overlap,
         )
+        if mark:
+            self.provider.mark = mark
         if resident:
             for _ in self.provider.preload((key, records[(key.layer + key.expert) % _DISTINCT]) for key in keys):
                 pass
@@ -94,7 +98,9 @@ class SyntheticTarget:
                 part.normal_(generator=generator)
         self.table = PageTable(pool)
         self.table.append(context)
-        experts = None if trace is None else Replayed(self.provider, trace)
+        experts: DeviceExperts | None = None if trace is None else Replayed(self.provider, trace)
+        if mark:
+            experts = Marked(experts or self.provider, mark)
         drafter, width = None, 1
         if draft:
             width = draft.num_drafts + 1
@@ -124,6 +130,29 @@ class SyntheticTarget:
             self.target.commit([])
         torch.cuda.synchronize()
         table.release()
+
+
+class Marked:
+    """`DeviceExperts` that marks where each layer begins; the first, where its routes are known."""
+
+    def __init__(self, experts: DeviceExperts, mark: Callable[[int, str], None]) -> None:
+        self._experts, self._mark = experts, mark
+
+    def run(
+        self,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        count: Tensor,
+        inner: Tensor,
+        out: Tensor,
+        room: Tensor | None = None,
+    ) -> None:
+        """Run the experts; what follows belongs to the next layer."""
+        if layer == 0:
+            self._mark(0, "layer")
+        self._experts.run(layer, x, ids, count, inner, out, room)
+        self._mark(layer + 1, "layer")
 
 
 class _Nobody:

@@ -91,6 +91,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
     "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
     "qwen3-coder-30b-a3b": _QWEN3_CODER_30B_A3B,
+    "qwen3-coder-30b-a3b-mxfp4": _QWEN3_CODER_30B_A3B | {"quantization_config": {"quant_method": "mxfp4"}},
 }
 
 
@@ -114,6 +115,7 @@ DRAFT_PRESETS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _dflash("gpt-oss-120b", 8, 10, 200000, [1, 9, 17, 25, 33], 7680),
     "qwen3-coder-30b-a3b": _dflash("qwen3-coder-30b-a3b", 8, 16, 151669, [1, 12, 23, 34, 45], 6144),
 }
+DRAFT_PRESETS["qwen3-coder-30b-a3b-mxfp4"] = DRAFT_PRESETS["qwen3-coder-30b-a3b"]
 """Shapes of the published z-lab drafts, by their target's name."""
 
 

@@ -161,6 +161,28 @@ def dflash_round(
     show(result, bench.render, as_json, output)
 
 
+def timeline(
+    model: Annotated[str, typer.Argument(help="Preset such as gpt-oss-20b, or a result of this command to draw.")],
+    expert_slots: Annotated[str, typer.Option(help="Experts that are resident.")] = "50%",
+    routing: Annotated[str, typer.Option(help="own, uniform, or a recorded trace.")] = "uniform",
+    context: Annotated[int, typer.Option(help="Tokens before the step.")] = 1024,
+    plot: Annotated[Path | None, typer.Option(help="Draw its first layers here (needs matplotlib).")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Where a decoding step of a full-size synthetic target spends its time, by this GPU's own clock."""
+    from outrider.bench import timeline as bench
+
+    written = model.endswith(".json") and Path(model).is_file() and '"spans"' in Path(model).read_text()
+    result = (
+        bench.read_timeline(Path(model)) if written else bench.bench_timeline(model, expert_slots, routing, context)
+    )
+    if plot is not None:
+        bench.plot(result, plot)
+        errors.print(f"wrote {plot}")
+    show(result, bench.render, as_json, output)
+
+
 def prefill(
     model: Annotated[str, typer.Argument(help="Preset such as gpt-oss-20b, or a config.json.")],
     expert_slots: Annotated[str, typer.Option(help="Residencies to measure.")] = "100%,50%",

@@ -6,7 +6,7 @@ stream then. Hits, misses and victims are those of the host-driven provider on t
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,12 @@ class DeviceProvider:
         home: where absent experts are read from; None if every expert has a slot.
         rows: the most rows of a step; k: experts of a row.
         overlap: fetch on a stream of its own, beside the work of the resident experts.
+
+    Attributes:
+        mark: called with a layer and what it has reached, where a clock may be read (`bench/timeline.py`).
     """
+
+    mark: Callable[[int, str], None] = staticmethod(lambda layer, reached: None)
 
     def __init__(
         self,
@@ -100,22 +105,33 @@ class DeviceProvider:
             ids: int32 [R, k]; count: int32 [1], rows that exist.
         """
         state, work = self._states[self._layers[layer]], self._work
+        self.mark(layer, "routed")
         resolve(ids, count, self.prefill, state, work, self._late, self._staging, self._cursor)
+        self.mark(layer, "resolved")
         if self._home is None:
             self.kernel.run(x, work, work.resident, self._k, inner, out, room)
+            self.mark(layer, "resident")
             return
-        nbytes = self.layout.record_nbytes
         if self._side is None:
-            fetch(work.sources, work.targets, work.fetches, nbytes)
+            self._fetch(layer)
         else:
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
-                fetch(work.sources, work.targets, work.fetches, nbytes)
+                self._fetch(layer)
         self.kernel.run(x, work, work.resident, self._k, inner, out, room)
+        self.mark(layer, "resident")
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
-        fetch(self._late.sources, self._late.targets, self._late.fetches, nbytes)
+        fetch(self._late.sources, self._late.targets, self._late.fetches, self.layout.record_nbytes)
+        self.mark(layer, "joined")
         self.kernel.run(x, work, work.absent, self._k, inner, out, room)
+        self.mark(layer, "absent")
+
+    def _fetch(self, layer: int) -> None:
+        work = self._work
+        self.mark(layer, "fetch")
+        fetch(work.sources, work.targets, work.fetches, self.layout.record_nbytes)
+        self.mark(layer, "fetched")
 
     def commit_rows(self, ids: Tensor, kept: Tensor, count: Tensor) -> None:
         """End the step on the device: merge its counts; in a decode step the kept rows refresh recency.
