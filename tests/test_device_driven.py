@@ -20,6 +20,7 @@ from outrider.errors import ConfigError, RequestError
 from outrider.experts.device_provider import DeviceProvider
 from outrider.experts.home import PackedRecords
 from outrider.experts.store import MappedStore
+from outrider.kernels.device import attention
 from outrider.kvcache.pages import PageTable
 from outrider.models import long_prompt
 from outrider.spec import device_drafter
@@ -61,6 +62,13 @@ def plain() -> list[list[int]]:
     said = outputs(engine, greedy(TOKENS), alone=True)
     engine.close()
     return said
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs every split of every row and head one after the other: four of them say as much."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(attention, "SPLITS", 4)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
