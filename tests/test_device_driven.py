@@ -369,6 +369,21 @@ def test_a_long_prompt_gives_the_tokens_of_its_chunks(tmp_path: Path) -> None:
 
 
 @on_cpu
+def test_more_than_a_step_can_hold_is_refused(tmp_path: Path) -> None:
+    """And a wider verify than the engine's own width is not."""
+    make_pair(tmp_path, "qwen3_moe", block=8)
+    engine = open_pair(tmp_path, device="cpu", driver="device", width=2, prefill_chunk=16, max_batch=3, max_context=32)
+    sessions = [engine.begin_session(ids(seed, 3, engine.config.vocab_size), greedy(9)) for seed in range(4)]
+    with pytest.raises(ValueError, match="4 sessions were given; this engine takes 3 at once"):
+        engine.draft_round(sessions)
+    engine.draft_round(sessions[:3])
+    with pytest.raises(ValueError, match="a verify of 24 rows was asked for; this engine runs 16 at once"):
+        engine.verify_round(sessions[:3], [8, 8, 8])
+    assert all(result.accepted_ids for result in engine.verify_round(sessions[:2], [8, 7]))
+    engine.close()
+
+
+@on_cpu
 def test_what_the_device_cannot_drive_is_said(tmp_path: Path) -> None:
     MAKERS["gpt_oss-mxfp4"](tmp_path)
     with pytest.raises(

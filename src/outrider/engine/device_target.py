@@ -68,6 +68,9 @@ class DeviceTarget:
         self._buffers = {b: Buffers(config, b, most, taps, table.dtype, memory) for b in self._buckets}
         self._last = self._rows[Phase.DECODE], self._buffers[self._buckets[0]]
         self._width, self._streamed = width, False
+        self.most_sequences = sequences
+        drafts = drafter.config.num_drafts if drafter else 0
+        self.most_verify_rows = bucket_for(min(most, sequences * (drafts + 1)))
         self.times: RoundTimes | None = None
         self._queued = QueuedRounds(
             decoder.head, self._rows[Phase.DECODE], self._buffers, self._run, provider, drafter, width, sequences,
@@ -77,7 +80,7 @@ class DeviceTarget:
             (phase, bucket): partial(self._run, own, phase)
             for phase in Phase
             for bucket, own in self._buffers.items()
-            if phase is Phase.PREFILL or bucket <= bucket_for(sequences * width)
+            if phase is Phase.PREFILL or bucket <= self.most_verify_rows
         }
         if graphs and self._device.type == "cuda":
             self._forwards = {key: captured(run) for key, run in self._forwards.items()}

@@ -79,6 +79,14 @@ class TargetModel(Protocol):
     def queue(self) -> RoundQueue | None:
         """Rounds without the host between them, None if it drives each."""
 
+    @property
+    def most_sequences(self) -> int | None:
+        """Sequences of a step, None if any number will do."""
+
+    @property
+    def most_verify_rows(self) -> int | None:
+        """Rows of a verify, None if any number will do."""
+
     def forward(
         self, phase: Phase, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]], observer: Observer
     ) -> tuple[Tensor, Batch]:
@@ -127,6 +135,16 @@ class Target:
     @property
     def queue(self) -> RoundQueue | None:
         """There is none: Python runs between the layers."""
+        return None
+
+    @property
+    def most_sequences(self) -> int | None:
+        """Any number."""
+        return None
+
+    @property
+    def most_verify_rows(self) -> int | None:
+        """Any number."""
         return None
 
     def _batch(self, tables: Sequence[PageTable], tokens: Sequence[Sequence[int]]) -> Batch:

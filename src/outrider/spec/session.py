@@ -124,9 +124,11 @@ class Rounds:
     def draft_round(self, sessions: Seq[SpecSession]) -> list[DraftResult]:
         """One drafter pass for all `sessions`; each gets a pending block. Nothing is fetched and no route changes.
 
-        Raises: RuntimeError for a session that is not prefilled, finished, drafted already or named twice.
+        Raises: RuntimeError for a session that is not prefilled, finished, drafted already or named twice; ValueError
+            for more sessions than the target takes at once.
         """
         began = perf_counter()
+        self._check_number(sessions)
         for session in _distinct(sessions):
             _check_running(session)
             if session.draft is not None:
@@ -147,12 +149,13 @@ class Rounds:
                 be chosen after looking at d_1 .. d_w and at all draft distributions, never at later drafts
                 (spec/acceptance.py). Rows beyond the session's last token are not run.
 
-        Raises: RuntimeError for a session without a draft or named twice; ValueError for a width out of range;
-            RequestError for logits that are not finite.
+        Raises: RuntimeError for a session without a draft or named twice; ValueError for a width out of range, or for
+            more sessions or rows than the target takes at once; RequestError for logits that are not finite.
         """
         began = perf_counter()
         if not sessions:
             return []
+        self._check_number(sessions)
         for session in _distinct(sessions):
             _check_running(session)
         drafts = [_pending(session) for session in sessions]
@@ -229,7 +232,16 @@ class Rounds:
         for session, width, limit in zip(sessions, widths, most, strict=True):
             if not 1 <= width <= limit:
                 raise ValueError(f"session {session.id} can verify 1 to {limit} rows, not {width}")
-        return [min(width, s.remaining) for s, width in zip(sessions, widths, strict=True)]
+        rows = [min(width, s.remaining) for s, width in zip(sessions, widths, strict=True)]
+        most_rows = self._target.most_verify_rows
+        if most_rows is not None and sum(rows) > most_rows:
+            raise ValueError(f"a verify of {sum(rows)} rows was asked for; this engine runs {most_rows} at once")
+        return rows
+
+    def _check_number(self, sessions: Seq[SpecSession]) -> None:
+        most = self._target.most_sequences
+        if most is not None and len(sessions) > most:
+            raise ValueError(f"{len(sessions)} sessions were given; this engine takes {most} at once (max_batch)")
 
     def _verify(self, sessions: Seq[SpecSession], drafts: Seq[Drafted], widths: Seq[int]) -> list["_Outcome"]:
         """The part of a verify that may fail; the sessions are as before when it does."""
