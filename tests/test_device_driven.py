@@ -369,6 +369,29 @@ def test_a_long_prompt_gives_the_tokens_of_its_chunks(tmp_path: Path) -> None:
 
 
 @on_cpu
+def test_a_drafter_without_finite_logits_ends_the_call_and_leaves_the_session(tmp_path: Path) -> None:
+    make_pair(tmp_path, "qwen3_moe", block=4)
+    engine = open_pair(tmp_path, device="cpu", driver="device", prefill_chunk=16, max_batch=1, max_context=32)
+    session = engine.submit(ids(0, 4, engine.config.vocab_size), greedy(6))
+    engine.step()
+    before, pages = (list(session.output), session.table.length), engine.kv.pool.num_used
+    drafter = engine.rounds.drafter
+    assert isinstance(drafter, device_drafter.DeviceDrafter)
+    norm = drafter._norm.clone()
+    drafter._norm.fill_(float("nan"))
+    with pytest.raises(RequestError, match="the drafter gave infinite or NaN logits"):
+        engine.step()
+    assert (session.output, session.table.length) == before and engine.kv.pool.num_used == pages
+    drafter._norm.copy_(norm)
+    while engine.step():
+        pass
+    plain = open_pair(tmp_path, speculate=False, device="cpu", driver="host", max_context=32)
+    (expected,) = run(plain, [session.prompt], greedy(6))
+    assert session.output == expected.output
+    engine.close()
+
+
+@on_cpu
 def test_more_than_a_step_can_hold_is_refused(tmp_path: Path) -> None:
     """And a wider verify than the engine's own width is not."""
     make_pair(tmp_path, "qwen3_moe", block=8)
