@@ -392,6 +392,19 @@ def test_a_drafter_without_finite_logits_ends_the_call_and_leaves_the_session(tm
 
 
 @on_cpu
+def test_a_chunk_that_is_no_bucket_has_room_for_the_bucket_s_rows(tmp_path: Path) -> None:
+    """A prompt between the two runs in the bucket: its pairs must fit the work lists, which nothing guards."""
+    MAKERS["qwen3_moe"](tmp_path)
+    options = EngineOptions(device="cpu", driver="device", prefill_chunk=18, max_batch=1, max_context=64)
+    engine = build_engine(str(tmp_path), options)
+    assert isinstance(engine.provider, DeviceProvider)
+    (session,) = run(engine, [ids(1, 31, engine.config.vocab_size)], greedy(1))
+    assert len(engine.provider._work.pairs) >= 31 * engine.config.experts_per_token
+    assert len(session.output) == 1
+    engine.close()
+
+
+@on_cpu
 def test_more_than_a_step_can_hold_is_refused(tmp_path: Path) -> None:
     """And a wider verify than the engine's own width is not."""
     make_pair(tmp_path, "qwen3_moe", block=8)

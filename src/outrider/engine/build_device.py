@@ -63,7 +63,7 @@ def passing_places(config: ModelConfig, slots: dict[int, int], rows: int, prompt
     """Places beside the slots for experts that pass through a step."""
     if min(slots.values()) == config.num_experts:
         return 0
-    passing = staging_slots(config.num_experts, config.experts_per_token, rows)
+    passing = staging_slots(config.num_experts, config.experts_per_token, bucket_for(rows))
     return passing + (2 * places_for(config.num_experts, list(slots.values())) if prompt_rows else 0)
 
 
@@ -112,7 +112,7 @@ def build_device(
         parts.slots,
         config.num_experts,
         config.experts_per_token,
-        rows,
+        bucket_for(rows),
         options.policy,
         device,
     )
