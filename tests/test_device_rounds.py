@@ -82,7 +82,17 @@ def test_a_round_is_settled_as_the_host_settles_it(case: dict[str, list], num_dr
     said = torch.full((TURNS, SEQUENCES, FIELDS + width), -7, dtype=torch.int32, device=DEVICE)
     rows.kept.fill_(-7)
     flat = [choice for s in range(number) for choice in case["choices"][s][: widths[s]]]
-    accept(standing, width, ints([*flat, *[0] * (ROWS - len(flat))]), rows.kept, said, drafts, num_drafts, stride)
+    accept(
+        standing,
+        width,
+        ints([*flat, *[0] * (ROWS - len(flat))]),
+        rows.count,
+        rows.kept,
+        said,
+        drafts,
+        num_drafts,
+        stride,
+    )
     kept, ended = [], False
     for s in range(number):
         tested = torch.full((1, width), -1)
@@ -101,10 +111,11 @@ def test_a_round_is_settled_as_the_host_settles_it(case: dict[str, list], num_dr
         assert standing.lengths[s] == case["lengths"][s] + stay
     assert rows.kept[: len(kept)].tolist() == kept and (rows.kept[len(kept) :] == -7).all()
     assert standing.number.item() == (0 if ended else number) and standing.turn.item() == 1
+    assert rows.count.item() == sum(widths)
 
     set_verify_rows(standing, rows.columns, width, drafts, stride)
     assert (rows.count.item() == 0) == ended
-    accept(standing, width, ints([3] * ROWS), rows.kept, said, drafts, num_drafts, stride)
+    accept(standing, width, ints([3] * ROWS), rows.count, rows.kept, said, drafts, num_drafts, stride)
     assert ((said[1, :, 2] == 0).all()) == ended and (said[2] == -7).all()
 
 
@@ -128,9 +139,9 @@ def test_logits_that_are_not_finite_end_the_queue(place: int) -> None:
     drafts, choices = ints([2, 3, 4]), [2, 3, 4]
     choices[place] = -1
     set_verify_rows(standing, rows.columns, 3, drafts, 3)
-    accept(standing, 3, ints(choices), rows.kept, said, drafts, 3, 3)
+    accept(standing, 3, ints(choices), rows.count, rows.kept, said, drafts, 3, 3)
     assert said[0, 0].tolist()[: FIELDS + place + 1] == [place, 3, place + 1, *[2, 3][:place], -1]
-    assert standing.number.item() == 0
+    assert standing.number.item() == rows.count.item() == 0
 
 
 def test_drafts_that_are_not_finite_are_told_and_never_looked_up() -> None:
@@ -140,8 +151,8 @@ def test_drafts_that_are_not_finite_are_told_and_never_looked_up() -> None:
     drafts = ints([2, -1, 4])
     set_verify_rows(standing, rows.columns, 3, drafts, 3)
     assert rows.ids[:3].tolist() == [1, 2, 0]
-    accept(standing, 3, ints([2, 3, 4]), rows.kept, said, drafts, 3, 3)
-    assert said[0, 0, 0] == DRAFTS_NOT_FINITE and standing.number.item() == 0
+    accept(standing, 3, ints([2, 3, 4]), rows.count, rows.kept, said, drafts, 3, 3)
+    assert said[0, 0, 0] == DRAFTS_NOT_FINITE and standing.number.item() == rows.count.item() == 0
 
 
 def test_the_last_stop_token_of_the_last_sequence_counts() -> None:
@@ -151,5 +162,5 @@ def test_the_last_stop_token_of_the_last_sequence_counts() -> None:
     for token, ended in ((100 + MOST_STOPS - 1, True), (100 + MOST_STOPS, False)):
         standing.start([1] * 5, [5] * 5, [9] * 5, stops)
         set_verify_rows(standing, rows.columns, 1)
-        accept(standing, 1, ints([100, 100, 100, 100, token, *[0] * 11]), rows.kept, said)
+        accept(standing, 1, ints([100, 100, 100, 100, token, *[0] * 11]), rows.count, rows.kept, said)
         assert (standing.number.item() == 0) == ended

@@ -35,7 +35,18 @@ def needs(demo: Checkpoint, draft: bool = True, by_device: bool = True, **option
     own = open_draft(locate_draft("demo", "demo"), demo.config) if draft else None
     settings = EngineOptions(max_batch=4, **options)  # type: ignore[arg-type]
     return MemoryNeeds(
-        demo, own, MappedStore(demo), settings, by_device, 8192, 512, 2048, 8 if draft else 1, CUDA, torch.bfloat16
+        demo,
+        own,
+        MappedStore(demo),
+        settings,
+        by_device,
+        8192,
+        2048,
+        512,
+        2048,
+        8 if draft else 1,
+        CUDA,
+        torch.bfloat16,
     )
 
 
@@ -59,7 +70,15 @@ def test_what_is_asked_for_is_taken_or_refused_with_the_sum(demo: Checkpoint) ->
     assert set(slots.values()) == {16}
     terms = asked.terms(slots)
     assert terms["CUDA context, kernels and graphs (assumed)"] == RUNTIME_NBYTES
-    assert {"activations", "logits", "the drafter's activations", "the draft", "KV of 8192 tokens"} <= terms.keys()
+    assert {
+        "activations",
+        "logits",
+        "the drafter's activations",
+        "features",
+        "sampling",
+        "the draft",
+        "KV of 8192 tokens",
+    } <= terms.keys()
     assert "64 places for experts that pass" in terms  # 32 of a chunk, and 16 of two layers of a long prompt
     tight = needs(demo, expert_slots=parse_slots("50%"), gpu_memory=sum(terms.values()) - 1)
     with pytest.raises(
@@ -122,8 +141,15 @@ def test_a_gpu_s_errors_are_sentences() -> None:
         device_faults("drafting"),
     ):
         raise torch.AcceleratorError("CUDA error: unspecified\nSearch for it")
-    with pytest.raises(ZeroDivisionError), device_faults("drafting"):
-        _ = 1 / 0
+    with pytest.raises(DeviceError, match=r"Triton Error \[CUDA\]: an illegal"), device_faults("drafting"):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"), device_faults("drafting"):
+        raise CUDAError("CUDA_ERROR_LAUNCH_FAILED")
+    for other in (ZeroDivisionError, RuntimeError):
+        with pytest.raises(other), device_faults("drafting"):
+            raise other("no GPU's")
 
 
 def test_a_lost_gpu_ends_a_step_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +184,11 @@ def test_memory_stays_within_its_bound(slots: str | None) -> None:
             assert all(len(session.output) == 40 for session in sessions)
         own = MemoryNeeds(
             engine.checkpoint, open_draft(locate_draft("demo", "demo"), engine.config), MappedStore(engine.checkpoint),
-            options, True, 4 * 2048, 512, 2048, 8, CUDA, torch.bfloat16,
+            options, True, 4 * 2048, 2048, 512, 2048, 8, CUDA, torch.bfloat16,
         )  # fmt: skip
         planned = sum(own.terms(own.slots()).values())
         assert torch.cuda.max_memory_allocated() - before <= planned - RUNTIME_NBYTES <= bound - RUNTIME_NBYTES
         assert torch.cuda.max_memory_reserved() <= bound - RUNTIME_NBYTES
     finally:
         engine.close()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.empty(2 * bound, dtype=torch.uint8, device=CUDA)  # the bound went with its engine

@@ -1,5 +1,7 @@
 """The composition root: from a model's name and options to a running engine. Nothing else wires parts together."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,12 +44,14 @@ def build_engine(model: str, options: EngineOptions | None = None, progress: Pro
     Raises: OutriderError (CheckpointError, ConfigError, DeviceError) in one sentence, before anything is left
         half-built.
     """
-    with device_faults("the engine was built"):
-        return _build(model, options or EngineOptions(), progress)
+    with device_faults("the engine was built"), ExitStack() as held:
+        engine = _build(model, options or EngineOptions(), held, progress)
+        engine.at_close = held.pop_all().close
+        return engine
 
 
 @torch.inference_mode(mode=False)  # slots and pages are written outside of it, whatever the caller is in
-def _build(model: str, options: EngineOptions, progress: Progress) -> Engine:
+def _build(model: str, options: EngineOptions, held: ExitStack, progress: Progress) -> Engine:
     checkpoint = open_checkpoint(locate(model))
     config = checkpoint.config
     draft = _open_draft(options, model, config)
@@ -60,11 +64,12 @@ def _build(model: str, options: EngineOptions, progress: Progress) -> Engine:
         torch.set_num_threads(options.threads)
     mapped = MappedStore(checkpoint)
     kv_tokens = options.kv_tokens or 4 * max_context
-    driver, note = _driver(config, options, most_rows, device, dtype)
+    blocks = options.max_batch * draft.config.block_size if draft else 0
+    driver, note = _driver(config, options, max(most_rows, blocks), device, dtype)
 
     def needs_of(driver: DriverName) -> MemoryNeeds:
         return MemoryNeeds(
-            checkpoint, draft, mapped, options, driver == "device", kv_tokens, most_rows, prompt_rows,
+            checkpoint, draft, mapped, options, driver == "device", kv_tokens, max_context, most_rows, prompt_rows,
             _width(options, draft), device, dtype,
         )  # fmt: skip
 
@@ -75,7 +80,7 @@ def _build(model: str, options: EngineOptions, progress: Progress) -> Engine:
         slots, pinned = needs_of(driver).slots(), 0
     needs_of(driver).check(slots, pinned)
     if options.gpu_memory is not None:
-        _bound_device(device, options.gpu_memory)
+        held.enter_context(_bounded(device, options.gpu_memory))
     loader = _DenseLoader(checkpoint.dense_elements(), "loading dense weights", device, dtype, progress)
     pool = PagePool(pages_for(kv_tokens))
     kv = _pages(config, pool, dtype, device)
@@ -142,10 +147,15 @@ def _unpinned(options: EngineOptions, pinned: int) -> tuple[DriverName, str]:
     return "host", f"experts are driven by the host and read from the checkpoint's files, which is slower: {found}"
 
 
-def _bound_device(device: torch.device, gpu_memory: int) -> None:
-    """Let this process allocate no more than that, less what CUDA itself takes; more is an error, not a leak."""
+@contextmanager
+def _bounded(device: torch.device, gpu_memory: int) -> Iterator[None]:
+    """Meanwhile this process allocates no more than that, less what CUDA itself takes; more is an error, not a leak."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (gpu_memory - RUNTIME_NBYTES) / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _prompt_rows(options: EngineOptions, max_context: int) -> int:

@@ -42,7 +42,8 @@ def unfit_for_device(config: ModelConfig, rows: int, device: torch.device, dtype
     if not all(config.is_moe):
         return "this model has layers without experts"
     if rows > BUCKETS[-1]:
-        return f"a step may have {rows} rows (prefill_chunk, or max_batch times width), more than its {BUCKETS[-1]}"
+        made_of = "prefill_chunk, or max_batch times width or block"
+        return f"a step may have {rows} rows ({made_of}), more than its {BUCKETS[-1]}"
     return None
 
 
@@ -87,8 +88,14 @@ def working_nbytes(
     if prompt_rows:
         activations += LongBuffers(config, prompt_rows, buffers, taps, dtype, torch.device("meta")).nbytes
     logits = 4 * config.vocab_size * (queued + bucket_for(sequences * width))  # of queued rounds, and of a verify
-    terms = {"activations": activations, "logits": logits}
-    return terms | ({"the drafter's activations": drafter_nbytes(draft, rows, sequences, dtype)} if draft else {})
+    # At its peak, judging sampled rows holds five times their logits (spec/sampling.py: both distributions, sorted).
+    judged = 5 * 4 * config.vocab_size * min(rows, sequences * width)
+    terms = {"activations": activations, "logits": logits, "sampling": judged}
+    if draft:
+        terms["the drafter's activations"] = drafter_nbytes(draft, rows, sequences, dtype)
+        # What tapped layers put out is joined, and the rows that stay are picked from it (spec/observation.py).
+        terms["features"] = 2 * max(rows, prompt_rows) * len(taps) * config.hidden_size * dtype.itemsize
+    return terms
 
 
 def build_device(

@@ -158,8 +158,9 @@ class DeviceTarget:
         self.provider.begin_step(Phase.DECODE)
         self._last = self._rows[Phase.DECODE], self._queued.run(rounds, len(tables))
         said = self._queued.read(rounds, len(tables))
-        self.times = self._queued.times(len(said))
-        self.provider.count_steps(len(said))
+        settled = sum(all(own.settled for own in each) for each in said)
+        self.times = self._queued.times(settled)
+        self.provider.count_steps(settled)
         return said
 
     def routes(self, rows: int) -> list[list[list[int]]]:

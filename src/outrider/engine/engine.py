@@ -1,6 +1,6 @@
 """One engine: a target, its drafter, its expert memory, its KV pages, and the loop that drives them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +34,7 @@ class Engine:
     """Built by `engine.build`. Not thread-safe: one thread submits and steps.
 
     Attributes:
+        at_close: called when the engine is closed.
         note: what its user should know about how it runs (a slower way was taken, and why); None: nothing.
     """
 
@@ -60,6 +61,7 @@ class Engine:
         self.runner = Runner(rounds)
         self.max_context = max_context
         self.note = note
+        self.at_close: Callable[[], None] | None = None
         self._measured_h2d = measured_h2d
         self._route_ahead = route_ahead
         self._ids = count()
@@ -220,13 +222,15 @@ class Engine:
             self.provider.reset_cache()
 
     def close(self) -> None:
-        """Stop the copy thread. The engine cannot be used afterwards."""
+        """Stop the copy thread and lift the bound on the device's memory. The engine cannot be used afterwards."""
         self.provider.close()
+        if self.at_close:
+            self.at_close()
 
     def _session(self, prompt_ids: Ids[int], params: SamplingParams) -> SpecSession:
         prompt = self.check(prompt_ids, params)
         eos = () if params.ignore_eos else self.config.eos_token_ids
-        stops = frozenset((*params.stop_token_ids, *eos))
+        stops = frozenset(i for i in (*params.stop_token_ids, *eos) if 0 <= i < self.config.vocab_size)
         return SpecSession(next(self._ids), prompt, params, stops, PageTable(self.kv.pool))
 
     def _retire(self, sessions: Ids[SpecSession]) -> None:

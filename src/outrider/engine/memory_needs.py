@@ -1,4 +1,4 @@
-"""What an engine takes of its device's memory and of pinned memory, before anything is allocated: the sum of exact
+"""What an engine takes of its device's memory and of pinned memory, before anything is allocated: the sum of its
 terms, how many expert slots a bound leaves room for, and the refusal with every term.
 """
 
@@ -14,6 +14,7 @@ from outrider.engine.memory_plan import RUNTIME_NBYTES
 from outrider.errors import ConfigError
 from outrider.experts.budget import slots_per_layer
 from outrider.experts.store import MappedStore
+from outrider.kvcache.pages import PAGE_SIZE
 from outrider.kvcache.storage import kv_bytes_per_token
 
 
@@ -32,6 +33,7 @@ class MemoryNeeds:
     options: EngineOptions
     by_device: bool
     kv_tokens: int
+    max_context: int
     rows: int
     prompt_rows: int
     width: int
@@ -75,6 +77,7 @@ class MemoryNeeds:
             kv += kv_bytes_per_token(self.draft.config, self.dtype)
         if self.by_device:
             from outrider.engine.build_device import passing_places, working_nbytes
+            from outrider.spec.device_drafter import block_pages
 
             places = passing_places(config, slots, self.rows, self.prompt_rows)
             if places:
@@ -82,6 +85,9 @@ class MemoryNeeds:
             draft = self.draft.config if self.draft else None
             batch = self.options.max_batch
             terms |= working_nbytes(config, draft, self.rows, self.prompt_rows, batch, self.width, self.dtype)
+            rope = sum(2 * 4 * self.max_context * of.head_dim // 2 for of in (config, draft) if of)
+            own = batch * block_pages(draft) * PAGE_SIZE * kv_bytes_per_token(draft, self.dtype) if draft else 0
+            terms["RoPE tables and pages of blocks"] = rope + own
         if self.device.type == "cuda":
             terms[f"KV of {self.kv_tokens} tokens"] = self.kv_tokens * kv
         if self.options.gpu_memory is not None:

@@ -114,7 +114,7 @@ class QueuedRounds:
         logits = self._logits[: bucket * len(self._head)].view(1, bucket, -1)
         linear.project(buffers.h, self._head, logits, rows.count)
         choose(logits[0], self._choices, rows.count, self._scratch)
-        accept(self._standing, self._width, self._choices, rows.kept, self._said, drafts, number, stride)
+        accept(self._standing, self._width, self._choices, rows.count, rows.kept, self._said, drafts, number, stride)
         self._provider.commit_rows(buffers.ids, rows.kept, rows.count)
         if self._drafter:
             # Rejected rows go in, too: they lie behind the sequence's end, where the next block overwrites them.

@@ -28,6 +28,11 @@ class QueuedTokens:
     accepted: int | None
     rows: int
 
+    @property
+    def settled(self) -> bool:
+        """Whether all logits that counted were finite; if not, the round was not committed."""
+        return self.accepted is not None and -1 not in self.tokens
+
 
 @dataclass(frozen=True)
 class RoundTimes:
@@ -53,7 +58,9 @@ class RoundQueue(Protocol):
         stops: Sequence[frozenset[int]],
         rounds: int,
     ) -> list[list[QueuedTokens]]:
-        """At most `rounds` rounds, fewer where a sequence ends; committed, the drafter's context included.
+        """At most `rounds` rounds, fewer where a sequence ends or gives logits that are not finite.
+
+        Those that are settled are committed, the drafter's context included.
 
         Args: left: tokens that may still follow. The tables grow, by no more than that: the caller truncates them.
 

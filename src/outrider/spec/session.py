@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import Phase, RouteSink
+from outrider.errors import RequestError
 from outrider.models.target import QueuedTokens, TargetModel
 from outrider.scheduler.sequence import Sequence
 from outrider.spec.acceptance import committed_rows
@@ -171,6 +172,8 @@ class Rounds:
     def queued_rounds(self, sessions: Seq[SpecSession]) -> list[list[int]] | None:
         """Several greedy rounds without the host between them; the new tokens of each session.
 
+        A round whose logits are not finite ends them; it raises when it is the first of a call.
+
         None where that cannot be: a sink, sampling, a pending draft, too many stop tokens, or a target whose rounds the
         host drives.
         """
@@ -189,18 +192,21 @@ class Rounds:
             rounds = min(queue.most_rounds, ceil(min(left) / (self.counters.mean_tokens or 1)))
             anchors, stops = [s.anchor for s in sessions], [s.stop_ids for s in sessions]
             said = queue.decode(tables, anchors, left, stops, rounds)
-            of_each = list(zip(*said, strict=True))
-            for start, own in zip(starts, of_each, strict=True):
-                _check_finite(start, own)
+            settled = [each for each in said if all(own.settled for own in each)]
+            if not settled:
+                raise _not_settled(starts, said[0])
+            of_each = list(zip(*settled, strict=True))
             widths = [own[-1].rows for own in of_each]
-            routes = dict(enumerate(queue.routes(sum(widths))))
+            # Where a round was not settled its routes stand in place of the last; the next call meets it again.
+            routes = dict(enumerate(queue.routes(sum(widths)))) if len(settled) == len(said) else None
             undo.pop_all()
         ends = accumulate(widths)
         for session, start, own, width, end in zip(sessions, starts, of_each, widths, ends, strict=True):
             kept = sum(committed_rows(each.accepted or 0, each.rows, len(each.tokens)) for each in own)
             session.table.truncate(start + kept)
             session.extend(token for each in own for token in each.tokens)
-            session.draft, session.last_union = None, union_of(routes, range(end - width, end))
+            session.draft = None
+            session.last_union = None if routes is None else union_of(routes, range(end - width, end))
             for each in own:
                 self._count(each)
         drafting = queue.times.draft if queue.times else None
@@ -327,14 +333,14 @@ def _can_be_queued(session: SpecSession, most_stops: int) -> bool:
     return session.params.temperature == 0 and session.draft is None and len(session.stop_ids) <= most_stops
 
 
-def _check_finite(start: int, rounds: Iterable[QueuedTokens]) -> None:
-    """Raises: RequestError for logits of one sequence, `start` tokens long before, that are not finite."""
-    for said in rounds:
-        if said.accepted is None:
-            raise draft_not_finite()
-        if -1 in said.tokens:
-            raise not_finite(start + said.tokens.index(-1))
-        start += len(said.tokens)
+def _not_settled(starts: Iterable[int], said: Iterable[QueuedTokens]) -> RequestError:
+    """What ends a round of sequences that were `starts` tokens long before it."""
+    for start, own in zip(starts, said, strict=True):
+        if own.accepted is None:
+            return draft_not_finite()
+        if -1 in own.tokens:
+            return not_finite(start + own.tokens.index(-1))
+    raise AssertionError("every sequence of the round was settled")
 
 
 def _check_running(session: SpecSession) -> None:

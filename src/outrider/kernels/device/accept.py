@@ -17,7 +17,7 @@ DRAFTS_NOT_FINITE = -1
 
 @triton.jit
 def _accept(
-    anchors, lengths, left, stops, number, times, turn, choices, drafts, kept, said, draft_stride,
+    anchors, lengths, left, stops, number, times, turn, choices, drafts, count, kept, said, draft_stride,
     S: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, DRAFTS: tl.constexpr, STOPS: tl.constexpr,
     FIELDS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +55,9 @@ def _accept(
     tl.store(line + 2, emitted, mask=s < LINES)
     tl.store(line[:, None] + FIELDS + i, choice, mask=exists)
 
+    wrong = live & ((told < 0) | (tl.max((ends & (choice < 0)).to(tl.int32), axis=1) > 0))
+    if tl.max(wrong.to(tl.int32), axis=0) > 0:
+        tl.store(count, 0)  # what cannot be settled is not committed either
     over = live & ((emitted == follow) | (tl.max(ends.to(tl.int32), axis=1) > 0) | (told < 0))
     tl.store(anchors + s, tl.sum(tl.where(i == emitted[:, None] - 1, choice, 0), axis=1), mask=live)
     tl.store(lengths + s, tl.load(lengths + s, mask=live, other=0) + committed, mask=live)
@@ -68,6 +71,7 @@ def accept(
     standing: Standing,
     width: int,
     choices: Tensor,
+    count: Tensor,
     kept: Tensor,
     said: Tensor,
     drafts: Tensor | None = None,
@@ -78,6 +82,7 @@ def accept(
 
     Args:
         choices: int32 [R], the target's choice of each row, -1 for a row whose logits are not finite.
+        count: int32 [1], rows of the round; set to 0 where logits are not finite, so that nothing is committed.
         kept: int32 [R], 1 for a row that stays in KV memory.
         said: int32 [turns, sequences, FIELDS + width]; a round that does not run says that it has no tokens.
         drafts: as for `set_verify_rows`; num_drafts: drafts of a block.
@@ -85,7 +90,7 @@ def accept(
     _, lines, line = said.shape
     _accept[(1,)](
         standing.anchors, standing.lengths, standing.left, standing.stops, standing.number, standing.times,
-        standing.turn, choices, drafts, kept, said, draft_stride, triton.next_power_of_2(len(standing.anchors)),
+        standing.turn, choices, drafts, count, kept, said, draft_stride, triton.next_power_of_2(len(standing.anchors)),
         triton.next_power_of_2(width), width, num_drafts, len(standing.stops), FIELDS, line, lines,
         said.device.type == "cuda", num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -43,6 +43,7 @@ def _commit(
     value = tl.load(own, mask=e < EXPERTS, other=0)
     if LRU:
         now = tl.load(clock + layer) + 1
+        tl.debug_barrier()  # every thread has read it
         tl.store(clock + layer, now)
         value = tl.where(used > 0, now, value)
     else:
